@@ -21,9 +21,9 @@ LAYERS = (
     ("leaf",),
     ("jattn.reference", "jattn.pallas"),
     ("jattn.masks", "jattn.mods", "jattn.partials"),
-    ("jattn._check", "jattn._problem", "jattn._dispatch"),
+    ("jattn._check", "jattn._dispatch"),
     ("op",),
-    ("jattn.nnx", "jattn.linen"),
+    ("jattn._flax", "jattn.nnx", "jattn.linen"),
     ("jattn", "jattn.__main__"),
 )
 
