@@ -1,6 +1,5 @@
 """`./run` makes its environment once, from any Python that works, and never trusts half an environment."""
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -53,8 +52,6 @@ class Checkout:
 
 @pytest.fixture
 def checkout(tmp_path):
-    if os.name != "posix":
-        pytest.skip("a POSIX script")
     return Checkout(tmp_path)
 
 
