@@ -1,0 +1,69 @@
+"""The yardstick of the error rule: one dense attention in the input dtype, differentiated by JAX.
+
+Scores, softmax and sums are float32 (float64 for float64 inputs); probabilities are cast to the input dtype before
+`·v`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def attention(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    scale=None,
+    offset=0,
+    query_lengths=None,
+    soft_cap=None,
+    score_mod=None,
+    aux=(),
+    sinks=None,
+    keep=None,
+    keep_probability=1.0,
+):
+    """query [B, T, N, H], key [B, S, K, H], value [B, S, K, D]; bias, mask, keep and aux broadcast to [B, N, T, S].
+
+    `score_mod(score, b, n, t, s, *aux)` is elementwise jnp. Returns (out [B, T, N, D], lse [B, T, N]).
+    """
+    (B, T, N, H), S = query.shape, key.shape[1]
+    G = N // key.shape[2]
+    dtype, acc = query.dtype, jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    shape = (B, N, T, S)
+    key, value = jnp.repeat(key, G, axis=2), jnp.repeat(value, G, axis=2)
+    score = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=acc)
+    score = score * (jnp.asarray(H**-0.5 if scale is None else scale).astype(acc))
+    visible = jnp.broadcast_to(True if mask is None else mask, shape)
+    exists = jnp.ones((B, 1, T, 1), bool)
+    if query_lengths is not None:
+        exists = jnp.asarray(np.arange(T)[:, None] < np.asarray(query_lengths)[:, None, None, None])
+    visible = visible & exists
+    if bias is not None:
+        score = score + jnp.where(visible, bias, jnp.zeros((), bias.dtype)).astype(acc)
+    visible = visible & (score != -jnp.inf)  # before the modifier, whose derivatives at −inf need not exist
+    score = jnp.where(visible, score, jnp.zeros((), acc))
+    if score_mod is not None:
+        t = jnp.asarray(np.arange(T)[:, None] + np.broadcast_to(offset, (B,))[:, None, None, None])
+        where = (jnp.arange(B)[:, None, None, None], jnp.arange(N)[:, None, None], t, jnp.arange(S))
+        where = [jnp.broadcast_to(x.astype(jnp.int32), shape) for x in where]
+        score = score_mod(score, *where, *(jnp.broadcast_to(a, shape) for a in aux))
+    if soft_cap is not None:
+        score = soft_cap * jnp.tanh(score / soft_cap)
+    score = jnp.where(visible, score, -jnp.inf)
+    sink = jnp.full((N, 1, 1), -jnp.inf, acc) if sinks is None else sinks.astype(acc)[:, None, None]
+    top = jnp.maximum(jnp.max(score, axis=-1, keepdims=True, initial=-jnp.inf), sink)
+    top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, jnp.zeros((), acc), top))
+    weight = jnp.exp(score - top)
+    total = weight.sum(-1, keepdims=True) + jnp.exp(sink - top)
+    some = total > 0
+    safe = jnp.where(some, total, jnp.ones((), acc))
+    lse = jnp.where(exists & some, top + jnp.log(safe), -jnp.inf)
+    prob = weight / safe
+    if keep is not None:
+        prob = jnp.where(keep, prob / keep_probability, jnp.zeros((), acc))
+    out = jnp.einsum("bnts,bsnd->btnd", prob.astype(dtype), value, preferred_element_type=acc)
+    return out.astype(dtype), lse[..., 0].transpose(0, 2, 1)
