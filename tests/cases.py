@@ -256,7 +256,7 @@ def visible(case, x):
     elif case.mask == "prefix":
         ok &= causal | (s < np.reshape(r["prefix"], (B, 1, 1, 1)))
     elif case.mask == "lengths":
-        ok &= s < np.reshape(r["mask_lengths"], (B, 1, 1, 1)
+        ok &= s < np.reshape(r["mask_lengths"], (B, 1, 1, 1))
     elif case.mask == "blocks":
         ok &= r["blocks"][:, :, np.arange(T) // 16][..., np.arange(S) // 32]
     elif case.mask == "dense":

@@ -1,7 +1,7 @@
 """The truth: exact attention in float64 NumPy.
 
 Loops over batch and heads, arrays within. Nothing here imports JAX or jattn, so that an error in one cannot hide in
-the other. Masks arrive as bool arrays. Gradients are analytic; test_attention.py holds them against central differences.
+the other. Masks arrive as bool arrays. Gradients are analytic; test_attention.py holds them against differences.
 """
 
 from collections.abc import Callable
