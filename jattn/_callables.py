@@ -1,0 +1,89 @@
+"""User functions as static pytree data: equal when they would trace to the same thing.
+
+A lambda rebuilt on every call is a new object each time, so comparing functions by identity would recompile every
+call. `Callable` compares the code and everything the code can reach that is not an argument: closure cells, defaults,
+and the globals it names. Arrays reached that way are refused: they would be baked into the compiled program as constants, without
+gradients, and a changed value would go unnoticed.
+"""
+
+import types
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import numpy as np
+
+
+class Callable:
+    """A hashable wrapper around a user function.
+
+    Args:
+        function: the function, called as `function(*leading, *aux)`.
+        line: the expression to suggest when `function` closes over an array, e.g. `"mods.score_mod(fn, *arrays)"`.
+
+    Raises:
+        TypeError: `function` is not callable, or it closes over an array or over something unhashable.
+    """
+
+    def __init__(self, function: Any, line: str):
+        if not callable(function):
+            raise TypeError(f"expected a function, got {type(function).__name__}; write {line}")
+        self.function = function
+        self._key = _identity(function, line)
+
+    def __call__(self, *args):
+        return self.function(*args)
+
+    def __eq__(self, other):
+        return isinstance(other, Callable) and self._key == other._key
+
+    def __hash__(self):
+        return hash(self._key)
+
+    def __repr__(self):
+        return getattr(self.function, "__name__", None) or repr(self.function)
+
+
+def _identity(function, line) -> Hashable:
+    if not isinstance(function, types.FunctionType):
+        return _value(function, "the callable itself", line)
+    code = function.__code__
+    cells = tuple(
+        _value(cell.cell_contents, f"closure variable {name!r}", line)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
+    )
+    defaults = tuple(
+        _value(v, "a default argument", line)
+        for v in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    )
+    names = tuple(
+        (name, _value(function.__globals__[name], f"global {name!r}", line))
+        for name in sorted(_names(code))
+        if name in function.__globals__
+    )
+    return code, id(function.__globals__), cells, defaults, names
+
+
+def _names(code) -> set[str]:
+    """Names that `code` and the functions defined inside it may look up as globals."""
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return set(code.co_names).union(*(_names(c) for c in inner))
+
+
+def _value(value, where, line) -> Hashable:
+    if isinstance(value, jax.Array | np.ndarray):
+        raise TypeError(
+            f"{where} is an array of shape {value.shape}: a function may not close over arrays; "
+            f"pass them as aux: {line}"
+        )
+    if isinstance(value, types.FunctionType) and value.__closure__:
+        return _identity(value, line)
+    if isinstance(value, tuple):
+        return tuple(_value(v, where, line) for v in value)
+    if isinstance(value, bool | int | float | complex | np.generic):
+        return type(value), repr(value)  # 1, 1.0 and True are equal and trace differently; so do 0.0 and -0.0
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(f"{where} is an unhashable {type(value).__name__}; pass it as aux: {line}") from None
+    return type(value), value

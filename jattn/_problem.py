@@ -1,0 +1,76 @@
+"""One call, described: the arrays a kernel gets, the static options, and the hashable problem for dispatch."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Differentiable:
+    """The arrays that have gradients."""
+
+    query: Any  # [B, T, N, H]; packed sequences have B = 1
+    key: Any  # [B, S, K, H]
+    value: Any  # [B, S, K, D]
+    scale: Any = None  # [] or None when options.scale holds it
+    bias: Any = None  # [B or 1, N or 1, T or 1, S or 1] or None
+    aux: tuple = ()  # the modifier's arrays: like bias, or [B or 1, N or 1, T + S - 1] by diagonal
+    sinks: Any = None  # [N] or None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """The arrays that have none, and the structure of mask and modifier. M is the number of packed sequences."""
+
+    mask: Any = None  # a bound mask or None
+    dropout_key: Any = None  # uint32 [2] or None
+    query_offset: Any = None  # int32 [B or M] or None when options.query_offset holds it
+    query_lengths: Any = None  # int32 [B or M] or None
+    cu_queries: Any = None  # int32 [M + 1] or None when not packed
+    cu_keys: Any = None  # int32 [M + 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is compiled in."""
+
+    scale: float | None
+    query_offset: int
+    soft_cap: float | None
+    mod: Any  # a bound ScoreMod without its arrays, or None
+    dropout_threshold: int  # out of 65536; 0 is no dropout
+    deterministic: bool
+    implementation: str
+    config: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What an implementation decides by. Letters as everywhere: B, T, S, N, K, H, D."""
+
+    op: str
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    D: int
+    dtype: str
+    mask: str | None = None
+    bias: tuple[int, ...] | None = None
+    score_mod: str | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    dropout: bool = False
+    deterministic: bool = False
+    sequences: int | None = None
+
+
+def accumulator(dtype) -> jnp.dtype:
+    """The dtype of scores, accumulators and lse: float32, or float64 for float64 inputs."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)

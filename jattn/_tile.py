@@ -1,0 +1,161 @@
+"""One rectangle of the score matrix: where it sits, and how arrays that broadcast to `[B, N, T, S]` are cut to it.
+
+Masks, modifiers and the reference implementation all speak of tiles, so that nothing needs more than one at a time.
+An *index* counts from the start of a sequence; a *position* is where a query sits on the key axis (index + offset);
+a *row* or *column* is an address in the array (they differ from indices only when sequences are packed).
+"""
+
+import dataclasses
+import math
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Queries `[row, row + num_queries)` against keys `[column, column + num_keys)`, for all heads at once.
+
+    `batch` is `[B, 1, 1, 1]` flat batch indices, or the sequence index `[1, 1, 1, 1]` when `sequence` (a scalar) says
+    that the arrays are packed. `offset` broadcasts to `[B, 1, 1, 1]`. Row and index starts may be traced.
+    """
+
+    row: Any
+    column: Any
+    num_queries: int
+    num_keys: int
+    batch: Any
+    head: Any
+    offset: Any = 0
+    query_start: Any = 0
+    key_start: Any = 0
+    sequence: Any = None
+
+    @cached_property
+    def query_index(self):
+        return self.query_start + jnp.arange(self.num_queries, dtype=jnp.int32)[None, None, :, None]
+
+    @cached_property
+    def key_index(self):
+        return self.key_start + jnp.arange(self.num_keys, dtype=jnp.int32)[None, None, None, :]
+
+    @cached_property
+    def query_position(self):
+        return self.query_index + self.offset
+
+    def pick(self, x):
+        """The batch rows of `x [B or 1, ...]` that this tile speaks of."""
+        if self.sequence is None or x.shape[0] == 1:
+            return x
+        return lax.dynamic_slice_in_dim(x, self.sequence, 1, 0)
+
+    def cut(self, x):
+        """`x`, which broadcasts to `[B, N, T, S]`, restricted to this tile."""
+        x = self.pick(x)
+        if x.shape[2] != 1:
+            x = lax.dynamic_slice_in_dim(x, self.row, self.num_queries, 2)
+        if x.shape[3] != 1:
+            x = lax.dynamic_slice_in_dim(x, self.column, self.num_keys, 3)
+        return x
+
+    def paste_add(self, total, update):
+        """Adds `update`, the gradient of `cut(total)`, to its place in `total`."""
+        start = [0, 0, 0, 0]
+        if self.sequence is not None and total.shape[0] != 1:
+            start[0] = self.sequence
+        if total.shape[2] != 1:
+            start[2] = self.row
+        if total.shape[3] != 1:
+            start[3] = self.column
+        start = [jnp.asarray(s, jnp.int32) for s in start]
+        return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, update.shape) + update, start)
+
+    def cut_diagonals(self, x, origin):
+        """`x [B or 1, N or 1, L]`, one value per diagonal `s - t` of indices with 0 at `origin`, spread over this tile."""
+        rows, columns = self.num_queries, self.num_keys
+        width = rows + columns - 1
+        x = self.pick(x)
+        band = lax.dynamic_slice_in_dim(x, self._first_diagonal(origin), width, 2)
+        # Reshaping a repeated band to rows one longer than its period shifts each row by one.
+        repeated = jnp.tile(band, (1, 1, rows + 1))[:, :, : rows * (width + 1)]
+        return jnp.flip(repeated.reshape(*band.shape[:2], rows, width + 1)[..., :columns], axis=2)
+
+    def paste_add_diagonals(self, total, update, origin):
+        """Adds `update`, the gradient of `cut_diagonals(total)`, to its diagonals: the same reshapes backwards."""
+        rows, columns = self.num_queries, self.num_keys
+        width = rows + columns - 1
+        flipped = jnp.pad(jnp.flip(update, axis=2), ((0, 0), (0, 0), (0, 0), (0, width + 1 - columns)))
+        flat = jnp.pad(flipped.reshape(*update.shape[:2], -1), ((0, 0), (0, 0), (0, width - rows)))
+        band = flat.reshape(*update.shape[:2], rows + 1, width).sum(2)
+        first = 0 if self.sequence is None or total.shape[0] == 1 else self.sequence
+        start = [jnp.asarray(s, jnp.int32) for s in (first, 0, self._first_diagonal(origin))]
+        return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, band.shape) + band, start)
+
+    def _first_diagonal(self, origin):
+        return self.key_start - self.query_start - (self.num_queries - 1) + origin
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A block of query rows, as what decides which keys they can see: the least and greatest position, as scalars."""
+
+    first: Any
+    last: Any
+    num_keys: int
+    sequence: Any = None
+
+    def low(self, x):
+        return jnp.min(self._pick(x))
+
+    def high(self, x):
+        return jnp.max(self._pick(x))
+
+    def _pick(self, x):
+        if isinstance(x, int | np.integer):
+            return x
+        if self.sequence is not None and x.shape[0] != 1:
+            x = lax.dynamic_slice_in_dim(x, self.sequence, 1, 0)
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The blocks of a score matrix: first and last index (inclusive) of each block of queries and of keys."""
+
+    num_queries: int
+    num_keys: int
+    block_q: int
+    block_k: int
+    offset: Any = 0
+
+    @property
+    def queries(self):
+        """(first, last) positions, `[B or 1, 1, nq, 1]` each."""
+        first, last = self.edges(self.num_queries, self.block_q)
+        return first[None, None, :, None] + self.offset, last[None, None, :, None] + self.offset
+
+    @property
+    def keys(self):
+        """(first, last) key indices, `[1, 1, 1, nk]` each."""
+        first, last = self.edges(self.num_keys, self.block_k)
+        return first[None, None, None, :], last[None, None, None, :]
+
+    @staticmethod
+    def edges(length, block):
+        first = jnp.arange(math.ceil(length / block), dtype=jnp.int32) * block
+        return first, jnp.minimum(first + block, length) - 1
+
+    def reduce(self, x, operation, padding):
+        """Reduces `x [.., T or 1, S or 1]` over the rows and columns of each block."""
+        for axis, block in ((2, self.block_q), (3, self.block_k)):
+            if x.shape[axis] == 1:
+                continue
+            count = math.ceil(x.shape[axis] / block)
+            widths = [(0, 0)] * 4
+            widths[axis] = (0, count * block - x.shape[axis])
+            x = jnp.pad(x, widths, constant_values=padding)
+            x = operation(x.reshape(*x.shape[:axis], count, block, *x.shape[axis + 1 :]), axis=axis + 1)
+        return x

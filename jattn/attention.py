@@ -1,0 +1,237 @@
+"""`attention`: exact softmax attention, forward and backward, in memory linear in T + S."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from jattn import _check, _dispatch, masks
+from jattn._problem import Context, Differentiable, Options, Problem
+from jattn._varying import vary, varying_axes
+
+__all__ = ["attention", "explain"]
+
+
+def attention(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    scale=None,
+    is_causal: bool = False,
+    query_offset=0,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+    segment_ids=None,
+    logits_soft_cap: float | None = None,
+    score_mod=None,
+    sinks=None,
+    dropout_rate: float = 0.0,
+    dropout_key=None,
+    return_residual: bool = False,
+    deterministic: bool = False,
+    implementation: str | None = None,
+    config: Any = None,
+):
+    """Softmax attention of `query` over `key` and `value`, exact, without the T x S matrix.
+
+    Per element, in this order: `scale · (q · k)`, `+ bias`, `score_mod`, soft cap, mask, softmax (with sink), dropout,
+    `· v`. A query that sees no key gives 0, with lse -inf and zero gradients. Query t sits at position
+    `query_offset + t` on the key axis: causal, windows, prefixes and modifiers use that position.
+
+    Args:
+        query: `[*B, T, N, H]`, any number of batch axes, none included.
+        key: `[*B, S, K, H]` with N a multiple of K: query head n reads key head n // (N // K).
+        value: `[*B, S, K, D]`.
+        bias: floating-point, broadcastable to `[*B, N, T, S]`, added to the scaled scores; differentiable. -inf hides.
+        mask: a mask of `jattn.masks`, or a bool array broadcastable to `[*B, N, T, S]`, true where visible.
+        scale: number or scalar array (differentiable); None is 1 / sqrt(H). A Python number compiles in.
+        is_causal: hide keys at positions after the query's.
+        query_offset: int, int array `[*B]`, or "end" (key length minus query length).
+        query_seq_lengths: int `[*B]`: rows at or past it give output 0, lse -inf and no gradient.
+        key_value_seq_lengths: int `[*B]`: keys at or past it do not exist (they may hold NaN).
+        local_window_size: `(left, right)` keys around the position, inclusive, None for unbounded; int w is (w, w).
+        segment_ids: int `[*B, T]`, or a pair for queries and keys: only equal ids see each other.
+        logits_soft_cap: c > 0 replaces scores by c · tanh(score / c).
+        score_mod: a modifier of `jattn.mods`, or `fn(score, b, n, t, s)`; differentiated by the library.
+        sinks: floating-point `[N]`, one logit a head that joins the denominator only; differentiable.
+        dropout_rate: in [0, 1), rounded to a multiple of 2^-16; needs `dropout_key`.
+        dropout_key: a JAX random key. Which weights drop depends on (key, batch index, head, query position, key
+            position) alone. Inside your own `shard_map` indices are local: fold the axis index into the key.
+        return_residual: also return lse.
+        deterministic: promise bit-equal gradients from run to run (always so on "xla").
+        implementation: "xla", or None for the best that can run; a name never falls back.
+        config: tile config of the implementation, for tuning.
+
+    Returns:
+        `[*B, T, N, D]` in the query's dtype; with `return_residual` also lse `[*B, T, N]`, the natural log of the
+        softmax denominator (sink included), float32 (float64 for float64 inputs), differentiable.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong (the message names it and its value).
+        NotImplementedError: the named implementation cannot run this call, and why; or second derivatives.
+
+    Example:
+        >>> import jax, jattn
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 128, 4, 64))
+        >>> jattn.attention(q, k, v, is_causal=True, local_window_size=(31, 0)).shape
+        (2, 128, 4, 64)
+
+    Sources: Dao, "FlashAttention-2" (2023), for the algorithm; `jax.nn.dot_product_attention` for the shared names.
+    """
+    call = _prepare(
+        query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_offset=query_offset,
+        query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size, segment_ids=segment_ids, logits_soft_cap=logits_soft_cap,
+        score_mod=score_mod, sinks=sinks, dropout_rate=dropout_rate, dropout_key=dropout_key,
+        deterministic=deterministic,
+    )
+    _check.flag(return_residual, "return_residual")
+    return run(*call, implementation=implementation, config=config, return_residual=return_residual)
+
+
+def explain(*args, implementation: str | None = None, config: Any = None, **kwargs) -> _dispatch.Explanation:
+    """Which implementation and tile config `attention(*args, **kwargs)` gets, and why the others were refused.
+
+    Takes the arguments of `attention`; arrays may be `jax.ShapeDtypeStruct`. Nothing runs.
+
+    Raises:
+        ValueError, TypeError: what `attention` would raise.
+
+    Example:
+        `print(jattn.explain(q, k, v, is_causal=True))`
+    """
+    kwargs.pop("return_residual", None)
+    problem = None
+
+    def describe(leaves):
+        nonlocal problem
+        args, kwargs = jax.tree.unflatten(structure, [next(leaves) if a else x for x, a in flat])
+        problem = _prepare(*args, **kwargs)[3]
+
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    flat = [(x, hasattr(x, "shape") and hasattr(x, "dtype")) for x in leaves]
+    jax.eval_shape(lambda arrays: describe(iter(arrays)), [x for x, a in flat if a])
+    return _dispatch.explain(problem, implementation, config)
+
+
+def _prepare(
+    query, key, value, bias=None, mask=None, *, scale=None, is_causal=False, query_offset=0, query_seq_lengths=None,
+    key_value_seq_lengths=None, local_window_size=None, segment_ids=None, logits_soft_cap=None, score_mod=None,
+    sinks=None, dropout_rate=0.0, dropout_key=None, deterministic=False,
+):
+    """Checks a call and describes it: `(arrays, context, options, problem, batch shape)`."""
+    query, key, value = _check.operands(query, key, value, "[*B, T, N, H]")
+    *batch, T, N, H = query.shape
+    batch, S = tuple(batch), key.shape[-3]
+    B = math.prod(batch)
+    shape = masks.Shape(batch, N, T, S)
+    query_lengths = _check.lengths(query_seq_lengths, "query_seq_lengths", batch)
+    key_lengths = _check.lengths(key_value_seq_lengths, "key_value_seq_lengths", batch)
+    static_offset, offset = _check.offset(
+        query_offset, batch, T if query_lengths is None else query_lengths, S if key_lengths is None else key_lengths
+    )
+    joined = _check.mask(
+        mask, is_causal=is_causal, local_window_size=local_window_size, segment_ids=segment_ids,
+        key_lengths=None if key_lengths is None else key_lengths.reshape(batch),
+    )
+    mod = _check.mod(score_mod, shape, static_offset if offset is None else offset.reshape(-1, 1, 1, 1))
+    static_scale, scale = _check.scale(scale, H, query.dtype)
+    threshold, words = _check.dropout(dropout_rate, dropout_key)
+    flat = [x.reshape(B, *x.shape[-3:]) for x in (query, key, value)]
+    arrays = Differentiable(
+        *flat, scale=scale, bias=_check.bias(bias, shape), aux=mod.aux if mod else (), sinks=_check.sinks(sinks, N)
+    )
+    context = Context(
+        mask=None if joined is None else joined.bind(shape),
+        dropout_key=words, query_offset=offset, query_lengths=query_lengths,
+    )
+    options = dict(
+        scale=static_scale, query_offset=static_offset, soft_cap=_check.soft_cap(logits_soft_cap),
+        mod=without_arrays(mod), dropout_threshold=threshold, deterministic=_check.flag(deterministic, "deterministic"),
+    )
+    return arrays, context, options, describe("attention", arrays, joined, mod, options), batch
+
+
+def without_arrays(mod):
+    return None if mod is None else type(mod)((), mod.function, mod.kinds, mod.name)
+
+
+def describe(op, arrays, mask, mod, options, sequences=None) -> Problem:
+    B, T, N, H = arrays.query.shape
+    return Problem(
+        op=op, B=B, T=T, S=arrays.key.shape[1], N=N, K=arrays.key.shape[2], H=H, D=arrays.value.shape[3],
+        dtype=str(arrays.query.dtype), mask=None if mask is None else repr(mask),
+        bias=None if arrays.bias is None else arrays.bias.shape, score_mod=None if mod is None else repr(mod),
+        soft_cap=options["soft_cap"], sinks=arrays.sinks is not None, dropout=options["dropout_threshold"] > 0,
+        deterministic=options["deterministic"], sequences=sequences,
+    )
+
+
+def run(arrays, context, options, problem, batch, *, implementation, config, return_residual):
+    """Dispatches a described call and gives its results the caller's batch axes."""
+    name, config = _dispatch.resolve(problem, implementation, config)
+    options = Options(**options, implementation=name, config=config)
+    arrays, context = vary((arrays, context), varying_axes((arrays, context)))
+    with jax.named_scope(f"jattn.{problem.op}"):
+        out, lse = _in_auto_mode(functools.partial(_attend, options), arrays, context)
+    if batch != (problem.B,):
+        out, lse = (x.reshape(*batch, *x.shape[1:]) for x in (out, lse))
+    return (out, lse) if return_residual else out
+
+
+def _in_auto_mode(attend, arrays, context):
+    """Calls `attend`; under a mesh with Explicit axes, leaves the sharding of its loops to the compiler and gives out
+    and lse the query's sharding."""
+    sharding = jax.typeof(arrays.query).sharding
+    if not sharding.mesh.explicit_axes:
+        return attend(arrays, context)
+    batch, rows, heads, _ = sharding.spec
+    out = PartitionSpec(batch, rows, heads, None)
+    lse = PartitionSpec(batch, rows, heads)
+    return jax.sharding.auto_axes(attend, axes=sharding.mesh.explicit_axes, out_sharding=(out, lse))(arrays, context)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(options, arrays, context):
+    return _module(options).forward(arrays, context, options)
+
+
+def _attend_forward(options, arrays, context):
+    out, lse = _module(options).forward(arrays, context, options)
+    # Named so that checkpoint policies can keep them, and with them everything a backward needs besides q, k, v.
+    out, lse = checkpoint_name(out, "jattn_out"), checkpoint_name(lse, "jattn_lse")
+    return (out, lse), (arrays, context, out, lse)
+
+
+def _attend_backward(options, saved, cotangents):
+    return _backward(options, saved, cotangents), None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _backward(options, saved, cotangents):
+    arrays, context, out, lse = saved
+    return _module(options).backward(arrays, context, options, out, lse, *cotangents)
+
+
+@_backward.defjvp
+def _refuse_second_derivative(options, primals, tangents):
+    raise NotImplementedError(
+        "jattn ops have first derivatives in reverse mode only: second derivatives are not implemented; "
+        "jax.nn.dot_product_attention has them, with O(T·S) memory"
+    )
+
+
+_attend.__wrapped__.defvjp(_attend_forward, _attend_backward)
+
+
+def _module(options):
+    return _dispatch.module("attention", options.implementation)
+

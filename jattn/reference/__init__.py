@@ -1,0 +1,1 @@
+"""Plain JAX implementations: `implementation="xla"`, which runs anywhere and accepts everything."""
