@@ -88,6 +88,17 @@ def test_extreme_lse_and_out_stay_finite():
         assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(gradient)), lses
 
 
+def test_equal_outs_of_the_largest_float_do_not_overflow():
+    big = jnp.full((1, 2), jnp.finfo(jnp.float32).max), jnp.zeros(1, jnp.float32)
+    assert same_bits(merge(big, big)[0], big[0])
+
+
+def test_no_nan_is_met_on_the_way():
+    with jax.debug_nans(True):
+        for pair in (empty(SHAPE), partial(0)):
+            jax.grad(lambda a, b: merge(a, b)[0].sum(), argnums=(0, 1))(pair, empty(SHAPE))
+
+
 def test_gradients_are_zero_or_one_at_empties():
     """The Jacobian with respect to an empty partial is 0, with respect to its finite partner the identity."""
     one, none = partial(0), empty(SHAPE)
