@@ -88,6 +88,7 @@ def _cover(start, size):
         shift = int(start) % _TILE
         return _u32(int(start) - shift), -(-(shift + size) // _TILE), shift
     start = _u32(start)
+    start = start.reshape(()) if start.size == 1 else start
     shift = start & np.uint32(_TILE - 1)
     return start - shift, (size + 2 * (_TILE - 1)) // _TILE, shift.astype(jnp.int32)
 
@@ -111,7 +112,7 @@ def keep_mask(key_words, batch, heads, query_start, num_queries, key_start, num_
     """Which elements of a window of weights survive dropout: bool [B, N, num_queries, num_keys].
 
     key_words: uint32 [2], see `key_words`. batch: int [B], flat batch indices. heads: int [N]. query_start, key_start:
-    first position of the window, an int, an integer scalar or an integer array [B], traced or not; positions count as
+    first position of the window, an int, an integer scalar or an integer array [B] or [1], traced or not; positions count as
     uint32, negative ones in two's complement. num_queries, num_keys: ints. threshold: see `threshold`.
 
     Every Philox block of the covering grid of 16 by 16 tiles is computed once and gives eight elements.

@@ -126,7 +126,13 @@ def test_one_window_equals_its_tiles():
 def test_starts_per_batch():
     batch, heads, words = np.array([0, 1, 5]), np.array([2, 0]), np.array(KEY, np.uint32)
     queries, keys = np.array([0, 13, -2], np.int32), np.array([7, 0, 100], np.int32)
-    for query_start, key_start in ((queries, 3), (0, keys), (queries, keys), (queries, jnp.int32(5))):
+    for query_start, key_start in (
+        (queries, 3),
+        (0, keys),
+        (queries, keys),
+        (queries, jnp.int32(5)),
+        (queries[1:2], 3),
+    ):
         expected = mask_numpy(KEY, batch, heads, query_start, 9, key_start, 18, 9000)
         traced = jit_mask(words, batch, heads, query_start, 9, key_start, 18, 9000)
         np.testing.assert_array_equal(traced, expected)
