@@ -112,8 +112,8 @@ def keep_mask(key_words, batch, heads, query_start, num_queries, key_start, num_
     """Which elements of a window of weights survive dropout: bool [B, N, num_queries, num_keys].
 
     key_words: uint32 [2], see `key_words`. batch: int [B], flat batch indices. heads: int [N]. query_start, key_start:
-    first position of the window, an int, an integer scalar or an integer array [B] or [1], traced or not; positions count as
-    uint32, negative ones in two's complement. num_queries, num_keys: ints. threshold: see `threshold`.
+    first position of the window, an int, an integer scalar or an integer array [B] or [1], traced or not; positions
+    count as uint32, negative ones in two's complement. num_queries, num_keys: ints. threshold: see `threshold`.
 
     Every Philox block of the covering grid of 16 by 16 tiles is computed once and gives eight elements.
     """
