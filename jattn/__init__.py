@@ -8,6 +8,19 @@ from jattn.attention import explain as explain
 from jattn.partials import empty as empty
 from jattn.partials import merge as merge
 from jattn.ragged import ragged_attention as ragged_attention
+from jattn.rope import Llama3Scaling as Llama3Scaling
+from jattn.rope import LinearScaling as LinearScaling
 from jattn.rope import rope as rope
 
-__all__ = ["attention", "empty", "explain", "masks", "merge", "mods", "ragged_attention", "rope"]
+__all__ = [
+    "LinearScaling",
+    "Llama3Scaling",
+    "attention",
+    "empty",
+    "explain",
+    "masks",
+    "merge",
+    "mods",
+    "ragged_attention",
+    "rope",
+]

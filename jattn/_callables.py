@@ -1,9 +1,9 @@
 """User functions as static pytree data: equal when they would trace to the same thing.
 
-A lambda rebuilt on every call is a new object each time, so comparing functions by identity would recompile every
-call. `Callable` compares the code and everything the code can reach that is not an argument: closure cells, defaults,
-and the globals it names. Arrays reached that way are refused: they would be baked into the compiled program as constants, without
-gradients, and a changed value would go unnoticed.
+A lambda rebuilt on every call is a new object each time, so comparing functions by identity would recompile each time.
+`Callable` compares the code and everything the code can reach that is not an argument: closure cells, defaults, and
+the globals it names. Arrays reached that way are refused: they would be baked into the compiled program as constants,
+without gradients, and a changed value would go unnoticed.
 """
 
 import types

@@ -74,7 +74,7 @@ class Tile:
         return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, update.shape) + update, start)
 
     def cut_diagonals(self, x, origin):
-        """`x [B or 1, N or 1, L]`, one value per diagonal `s - t` of indices with 0 at `origin`, spread over this tile."""
+        """`x [B or 1, N or 1, L]`, a value per diagonal `s - t` (0 is at `origin`), spread over this tile."""
         rows, columns = self.num_queries, self.num_keys
         width = rows + columns - 1
         x = self.pick(x)

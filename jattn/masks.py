@@ -215,7 +215,8 @@ class Shape:
         length = (self.num_queries, self.num_keys)[axis - 2]
         if x.shape not in ((length,), (*self.batch, length)):
             raise ValueError(f"{name} has shape {x.shape}; expected {(length,)} or {(*self.batch, length)}")
-        return x.reshape((-1, 1, length, 1) if axis == 2 else (-1, 1, 1, length))
+        batch = math.prod(x.shape[:-1])
+        return x.reshape((batch, 1, length, 1) if axis == 2 else (batch, 1, 1, length))
 
     def scores(self, x, name):
         """An array that broadcasts to `[*B, N, T, S]`, as `[B or 1, N or 1, T or 1, S or 1]`."""
@@ -246,7 +247,8 @@ class BlockMap:
     def __repr__(self):
         names = ("skip", "partial", "full")
         counts = [int(jnp.sum(self.kind == k)) for k in range(3)]
-        return f"BlockMap({self.block[0]} x {self.block[1]}: {', '.join(f'{c} {n}' for c, n in zip(counts, names, strict=True))})"
+        listed = ", ".join(f"{count} {name}" for count, name in zip(counts, names, strict=True))
+        return f"BlockMap({self.block[0]} x {self.block[1]}: {listed})"
 
 
 @_mask
@@ -494,7 +496,7 @@ class Tree(Mask):
             raise ValueError(
                 f"tree parents have shape {x.shape[:-1]}; expected {want[-1:]} or {want[:-1]}: one parent a query"
             )
-        return Tree(x.reshape(-1, 1, *want[-2:]))
+        return Tree(x.reshape(math.prod(x.shape[:-2]), 1, *want[-2:]))
 
     def tile(self, tile):
         node = tile.key_index - tile.offset  # [B or 1, 1, 1, num_keys]

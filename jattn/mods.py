@@ -5,6 +5,7 @@ gradient needs no user code; the arrays it needs are passed as aux, and gradient
 """
 
 import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np

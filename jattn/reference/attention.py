@@ -59,9 +59,9 @@ def choose(problem, config) -> TileConfig:
 
 
 def forward(arrays, context, options):
-    """`(out [B, T, N, D], lse [B, T, N])` of one problem; see `_problem` for what the arguments hold."""
+    """`(out [B, T, N, D], lse [B, T, N])`, both in the accumulator's dtype; see `_problem` for the arguments."""
     walk = Walk(arrays, context, options)
-    out = walk.full((walk.B, walk.N, walk.T, walk.D), 0, arrays.query.dtype)
+    out = walk.full((walk.B, walk.N, walk.T, walk.D), 0, walk.dtype)
     lse = walk.full((walk.B, walk.N, walk.T), -jnp.inf, walk.dtype)
     if walk.T:
         out, lse = walk.over_strips(lambda strip, state: _forward_strip(walk, strip, state), (out, lse))
@@ -198,9 +198,9 @@ class Walk:
             inside = index < self._of(self.context.query_lengths.reshape(-1, 1, 1, 1), sequence)
             live = inside if live is None else live & inside
         offset = self._of(self.offset, sequence)
+        lowest, highest = (offset, offset) if isinstance(offset, int) else (jnp.min(offset), jnp.max(offset))
         rows = Rows(
-            first=jnp.min(offset) + start,
-            last=jnp.max(offset) + jnp.minimum(start + self.block_q, length) - 1,
+            first=lowest + start, last=highest + jnp.minimum(start + self.block_q, length) - 1,
             num_keys=num_keys, sequence=sequence,
         )
         first, count, order = self._visible_blocks(rows, i)
@@ -266,9 +266,8 @@ class Walk:
 
     def cut_aux(self, tile):
         origin = self.T - 1 + self.margin
-        return tuple(
-            tile.cut_diagonals(a, origin) if self._diagonal(i) else tile.cut(a) for i, a in enumerate(self.aux)
-        )
+        cut = (tile.cut_diagonals(a, origin) if self._diagonal(i) else tile.cut(a) for i, a in enumerate(self.aux))
+        return tuple(a.astype(self.dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in cut)
 
     def add_aux(self, tile, totals, updates):
         origin = self.T - 1 + self.margin
@@ -340,15 +339,20 @@ def _shape(walk):
 
 
 def _modified(walk, tile, visible, raw, scale, bias, aux):
-    """Raw products to scores before the soft cap."""
+    """Raw products to scores before the soft cap, and which elements participate (bool, or None when all do).
+
+    What an additive mask hides stays hidden: -inf after the bias or after the modifier counts as masked.
+    """
     score = raw * jnp.asarray(scale, walk.dtype)
     if bias is not None:
         score = score + bias
+        visible = _alive(visible, score)
     if walk.options.mod is not None:
-        # A modifier must not meet the NaN that a masked bias may hold: 0 · NaN would come back in its gradient.
-        score = score if visible is None else jnp.where(visible, score, 0)
+        # A modifier must not meet what a masked bias may hold: 0 · NaN would come back in its gradient.
+        score = _hidden(visible, score, 0)
         score = walk.options.mod(score, tile.batch, tile.head, tile.query_position, tile.key_index, *aux)
-    return score
+        visible = _alive(visible, score)
+    return score, visible
 
 
 def _capped(walk, score):
@@ -356,10 +360,7 @@ def _capped(walk, score):
     return score if cap is None else cap * jnp.tanh(score / cap)
 
 
-def _participating(walk, visible, score):
-    """Visible elements whose score before the cap is not -inf: what an additive mask hides stays hidden."""
-    if walk.options.soft_cap is None and walk.bias is None and walk.options.mod is None:
-        return visible
+def _alive(visible, score):
     alive = score != -jnp.inf
     return alive if visible is None else visible & alive
 
@@ -400,8 +401,8 @@ def _forward_strip(walk, strip, state):
         key, value = (walk.keys_of(x, tile, key_ok) for x in (walk.key, walk.value))
         visible = _visible(walk, strip, tile, key_ok)
         raw = walk.with_keys(query, key)
-        score = _modified(walk, tile, visible, raw, walk.scale, _bias_of(walk, tile), walk.cut_aux(tile))
-        score = _hidden(_participating(walk, visible, score), _capped(walk, score), -jnp.inf)
+        score, part = _modified(walk, tile, visible, raw, walk.scale, _bias_of(walk, tile), walk.cut_aux(tile))
+        score = _hidden(part, _capped(walk, score), -jnp.inf)
         new = jnp.maximum(m, jnp.max(score, axis=-1))
         reference = jnp.where(new == -jnp.inf, 0, new)  # nothing seen yet: exp(-inf - 0) is the right 0
         weights, shrink = jnp.exp(score - reference[..., None]), jnp.exp(m - reference)
@@ -454,11 +455,12 @@ def _backward_strip(walk, saved, strip, totals):
         dquery, totals = carry
         key, value = (walk.keys_of(x, tile, key_ok) for x in (walk.key, walk.value))
         visible = _visible(walk, strip, tile, key_ok)
-        score, pull = jax.vjp(
+        score, pull, part = jax.vjp(
             lambda *x: _modified(walk, tile, visible, *x),
             walk.with_keys(query, key), jnp.asarray(walk.scale, walk.dtype), _bias_of(walk, tile), walk.cut_aux(tile),
+            has_aux=True,
         )
-        part, capped = _participating(walk, visible, score), _capped(walk, score)
+        capped = _capped(walk, score)
         weights = _hidden(part, jnp.exp(capped - lse[..., None]), 0)
         dweights = _dropped(walk, tile, walk.with_keys(dout, value))
         dscore = weights * (dweights - delta[..., None])
