@@ -1,7 +1,6 @@
-"""The yardstick of the error rule: one dense attention in the input dtype, differentiated by JAX.
+"""The yardstick of the error rule: one dense attention in the input dtype, with the textbook gradient.
 
-Scores, softmax and sums are float32 (float64 for float64 inputs); probabilities are cast to the input dtype before
-`·v`.
+Scores, softmax and sums are float32 (float64 for float64 inputs); probabilities are cast to the input dtype before ·v.
 """
 
 import jax
@@ -32,7 +31,7 @@ def attention(
     """
     (B, T, N, H), S = query.shape, key.shape[1]
     G = N // key.shape[2]
-    dtype, acc = query.dtype, jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    acc = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
     shape = (B, N, T, S)
     key, value = jnp.repeat(key, G, axis=2), jnp.repeat(value, G, axis=2)
     score = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=acc)
@@ -54,16 +53,43 @@ def attention(
     if soft_cap is not None:
         score = soft_cap * jnp.tanh(score / soft_cap)
     score = jnp.where(visible, score, -jnp.inf)
-    sink = jnp.full((N, 1, 1), -jnp.inf, acc) if sinks is None else sinks.astype(acc)[:, None, None]
+    sink = jnp.full((N,), -jnp.inf, acc) if sinks is None else sinks.astype(acc)
+    sink = jnp.where(exists, sink[:, None, None], -jnp.inf)
+    out, lse = _softmax_value(score, sink, value, 1 if keep is None else jnp.asarray(keep / keep_probability, acc))
+    return out.transpose(0, 2, 1, 3), lse[..., 0].transpose(0, 2, 1)
+
+
+@jax.custom_vjp
+def _softmax_value(score, sink, value, factor):
+    return _forward(score, sink, value, factor)[0]
+
+
+def _forward(score, sink, value, factor):
+    """(out [B, N, T, D], lse [B, N, T, 1]) of masked scores [B, N, T, S], sink [B, N, T, 1], value [B, S, N, D]."""
     top = jnp.maximum(jnp.max(score, axis=-1, keepdims=True, initial=-jnp.inf), sink)
-    top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, jnp.zeros((), acc), top))
+    top = jnp.where(top == -jnp.inf, jnp.zeros((), top.dtype), top)
     weight = jnp.exp(score - top)
     total = weight.sum(-1, keepdims=True) + jnp.exp(sink - top)
-    some = total > 0
-    safe = jnp.where(some, total, jnp.ones((), acc))
-    lse = jnp.where(exists & some, top + jnp.log(safe), -jnp.inf)
-    prob = weight / safe
-    if keep is not None:
-        prob = jnp.where(keep, prob / keep_probability, jnp.zeros((), acc))
-    out = jnp.einsum("bnts,bsnd->btnd", prob.astype(dtype), value, preferred_element_type=acc)
-    return out.astype(dtype), lse[..., 0].transpose(0, 2, 1)
+    lse = top + jnp.log(total)
+    prob = weight / jnp.where(total > 0, total, jnp.ones((), total.dtype)) * factor
+    out = jnp.einsum("bnts,bsnd->bntd", prob.astype(value.dtype), value, preferred_element_type=score.dtype)
+    out = out.astype(value.dtype)
+    return (out, lse), (score, sink, value, factor, out, lse)
+
+
+def _backward(saved, cotangents):
+    """The textbook gradient, from lse and out as a training step would have saved them."""
+    score, sink, value, factor, out, lse = saved
+    dout, dlse = cotangents
+    empty = lse == -jnp.inf
+    dlse, lse = (jnp.where(empty, jnp.zeros((), lse.dtype), x) for x in (dlse, lse))
+    delta = (dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1, keepdims=True)
+    dprob = jnp.einsum("bntd,bsnd->bnts", dout, value, preferred_element_type=score.dtype) * factor
+    prob = jnp.exp(score - lse)
+    dvalue = jnp.einsum(
+        "bnts,bntd->bsnd", (prob * factor).astype(value.dtype), dout, preferred_element_type=score.dtype
+    )
+    return prob * (dprob - delta + dlse), jnp.exp(sink - lse) * (dlse - delta), dvalue.astype(value.dtype), None
+
+
+_softmax_value.defvjp(_forward, _backward)

@@ -352,7 +352,7 @@ def baseline_score_mod(case, x, aux):
     import jax.numpy as jnp
 
     if case.score_mod == "aux":
-        return _jnp_aux, (aux[0], aux[1].reshape(-1, 1, 1, case.S))
+        return _jnp_aux, (aux[0], aux[1].reshape(flat_batch(case), 1, 1, case.S))
     if case.score_mod == "alibi":
         return _jnp_alibi, (_cast(case, aux[0][:, None, None]),)
     if case.score_mod == "relative":
@@ -384,7 +384,7 @@ def oracle_score_mod(case, x):
             lambda score, b, n, t, s, gain, shift: score * gain + shift,
             lambda score, b, n, t, s, gain, shift: gain,
             lambda score, b, n, t, s, gain, shift: (score, np.ones_like(score)),
-        ), (gain, shift.reshape(-1, 1, 1, case.S))
+        ), (gain, shift.reshape(flat_batch(case), 1, 1, case.S))
     if case.score_mod == "alibi":
         return oracle.ScoreMod(
             lambda score, b, n, t, s, slope: score - slope * abs(t - s),
@@ -405,6 +405,7 @@ def oracle_score_mod(case, x):
 def table_gradient(case, x, ddense):
     """Gradient of a relative table [N or 1, L] from that of the dense array it stands for."""
     table = x["aux"][0]
+    ddense = np.asarray(ddense, np.float64)
     index = np.broadcast_to(_relative_index(*_positions(case, x), table.shape[1])[:, None], ddense.shape)
     heads = np.arange(ddense.shape[1])[:, None, None] if table.shape[0] > 1 else np.zeros((1, 1, 1), int)
     total = np.zeros(table.shape)
@@ -499,6 +500,14 @@ def _poison(case, x):
         for b, length in enumerate(r["key_lengths"].reshape(B)):
             bias[b, ..., length:] = np.nan
         x["poisoned_bias"] = bias.reshape(x["bias"].shape)
+
+
+def qkv(B=2, T=17, S=23, N=4, K=2, H=16, D=None, dtype="float32", seed=0):
+    """Gaussian query [B, T, N, H], key [B, S, K, H], value [B, S, K, D or H] for tests outside the table."""
+    rng = np.random.default_rng(seed)
+    dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H if D is None else D)
+    return tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes)
 
 
 # The covering design.

@@ -1,6 +1,7 @@
 """The one error rule of the test suite."""
 
 import baseline
+import jax
 import ml_dtypes
 import numpy as np
 import oracle
@@ -13,17 +14,20 @@ def eps(dtype):
     return float(ml_dtypes.finfo(dtype).eps)
 
 
-def check(name, got, truth, baseline, dtype):
-    """max|got − truth| / max|truth| ≤ 2 · (the same for baseline) + 2 · eps(dtype). A truth of zeros asks for zeros."""
-    exact = str(dtype) == str(np.asarray(baseline).dtype) == "float64"
-    got, truth, baseline = (np.asarray(x).astype(np.float64) for x in (got, truth, baseline))
-    assert got.shape == truth.shape == baseline.shape, f"{name}: {got.shape} {truth.shape} {baseline.shape}"
+def check(name, got, truth, baselines, dtype):
+    """max|got − truth| / max|truth| ≤ 2 · (the same for the baseline) + 2 · eps(dtype). A truth of zeros asks for zeros.
+
+    The baseline's error is the largest of several `baselines`: small arrays do not even out luck.
+    """
+    # In float64 the baseline is the truth to many digits; a wrong one would excuse a wrong kernel.
+    exact = str(dtype) == str(np.asarray(baselines[0]).dtype) == "float64"
+    got, truth, *baselines = (np.asarray(x).astype(np.float64) for x in (got, truth, *baselines))
+    assert {got.shape} == {x.shape for x in (truth, *baselines)}, f"{name}: {got.shape} should be {truth.shape}"
     assert np.isfinite(got).all(), f"{name}: {np.count_nonzero(~np.isfinite(got))} of {got.size} entries are not finite"
     if not truth.size:
         return
     size = np.abs(truth).max()
-    error, yardstick = np.abs(got - truth).max(), np.abs(baseline - truth).max()
-    # In float64 the baseline is the truth to many digits; a wrong one would excuse a wrong kernel.
+    error, yardstick = np.abs(got - truth).max(), max(np.abs(x - truth).max() for x in baselines)
     assert not exact or yardstick <= 1e-10 * max(size, 1), f"{name}: the baseline is off by {yardstick:.3g}"
     assert error <= 2 * yardstick + 2 * eps(dtype) * size, (
         f"{name}: error {error:.3g} of {size:.3g}, the dense baseline's is {yardstick:.3g} in {dtype}"
@@ -40,13 +44,13 @@ def check_lse(got, truth, dtype):
     assert not error.size or error.max() <= LSE_TOLERANCE[str(dtype)], f"lse: error {error.max():.3g} in {dtype}"
 
 
-def attention(problem, call, primals=None, *, score_mod=None, aux=None, dout=None, dlse=None, flatten=None):
-    """Hold `call(primals) -> (out, lse)` and all its gradients against the oracle on `problem`.
+def attention(problem, call, primals=None, *, score_mod=None, aux=None, fold=None, dout=None, dlse=None, flatten=None):
+    """Hold `call(primals) -> (out, lse)` and all its gradients against the oracle on `problem`; returns what it gave.
 
     `primals` is a dict of the differentiable inputs that `call` gets (default: those of the problem): query, key, value
-    and, where used, bias, sinks, scale, aux. `score_mod` and `aux` are the problem's modifier for the dense baseline.
-    `flatten(name, array)` turns a result of `call` into the problem's shape. Returns out, lse, gradients of
-    `call`, then those of the oracle and of the baseline.
+    and, where used, bias, sinks, scale, aux. `score_mod` and `aux` are the problem's modifier for the dense baseline;
+    `fold(gradient)` brings the gradient of the problem's aux to the shape of the primal one (default: a reshape).
+    `flatten(name, array)` turns a result of `call` into the problem's shape.
     """
     query = problem.query
     dtype, shape = query.dtype, (*query.shape[:3], problem.value.shape[-1])
@@ -57,57 +61,65 @@ def attention(problem, call, primals=None, *, score_mod=None, aux=None, dout=Non
         primals = {n: getattr(problem, n) for n in ("query", "key", "value", "bias", "sinks", "scale")}
         primals = {n: a for n, a in primals.items() if a is not None} | ({"aux": problem.aux} if problem.aux else {})
     flatten = flatten or (lambda name, a: a)
-    out, lse, got = run(call, primals, dout, dlse)
+    out, lse, got = jax.tree.map(np.asarray, _pullback(call)(primals, dout, dlse))
+    dout, dlse = dout.reshape(shape), dlse.reshape(shape[:3])
     truth_out, truth_lse = oracle.forward(problem)
-    truth = oracle.backward(problem, dout.reshape(shape), dlse.reshape(shape[:3]))
-    yard_out, yard_lse, yard = run(
-        lambda d: _dense(problem, score_mod, d),
-        _dense_primals(problem, primals, aux),
-        dout.reshape(shape),
-        dlse.reshape(shape[:3]),
-    )
-    assert out.dtype == dtype and lse.dtype == np.promote_types(np.float32, dtype if dtype.itemsize > 2 else np.float32)
-    check("out", flatten("out", out), truth_out, yard_out, dtype)
-    check_lse(flatten("lse", lse), truth_lse, dtype)
-    for name, gradient in got.items():
-        if name == "aux":
-            continue
-        assert gradient.dtype == primals[name].dtype, f"d{name} is {gradient.dtype}, its primal {primals[name].dtype}"
-        check("d" + name, flatten(name, gradient), truth[name], yard[name], dtype)
-    return out, lse, got, truth, yard
-
-
-def run(call, primals, dout, dlse):
-    """(out, lse, gradients) of `call` as NumPy arrays, from one compilation."""
-    import jax
-
-    @jax.jit
-    def both(primals, dout, dlse):
-        (out, lse), pull = jax.vjp(call, primals)
-        return out, lse, pull((dout.reshape(out.shape).astype(out.dtype), dlse.reshape(lse.shape).astype(lse.dtype)))[0]
-
-    return jax.tree.map(np.asarray, both(primals, dout, dlse))
-
-
-def _dense_primals(problem, primals, aux):
+    truth = oracle.backward(problem, dout, dlse)
     own = {n: getattr(problem, n) for n in primals if n != "aux"}
-    return own | ({"aux": problem.aux if aux is None else aux} if "aux" in primals else {})
+    own |= {"aux": problem.aux if aux is None else aux} if "aux" in primals else {}
+    yards = list(_baselines(problem, score_mod, own, dout, dlse))
+    assert out.dtype == dtype and lse.dtype == np.promote_types(np.float32, dtype if dtype.itemsize > 2 else np.float32)
+    check("out", flatten("out", out), truth_out, [y["out"] for y in yards], dtype)
+    check_lse(flatten("lse", lse), truth_lse, dtype)
+    for name in got.keys() - {"aux"}:
+        assert got[name].dtype == primals[name].dtype, f"d{name} is {got[name].dtype}, its primal {primals[name].dtype}"
+        gradient, baselines = flatten(name, got[name]), [y[name] for y in yards]
+        check("d" + name, gradient, truth[name], baselines, dtype)
+    for i, gradient in enumerate(got.get("aux", ())):
+        back = fold or (lambda a, shape=gradient.shape: np.reshape(a, shape))
+        want, baselines = back(truth["aux"][i]), [back(y["aux"][i]) for y in yards]
+        assert gradient.dtype == primals["aux"][i].dtype
+        check("daux", gradient, want, baselines, dtype)
+    return out, lse, got
 
 
-def _dense(p, score_mod, d):
-    return baseline.attention(
-        d["query"],
-        d["key"],
-        d["value"],
-        d.get("bias"),
-        p.mask,
-        scale=d.get("scale", p.scale),
-        offset=p.offset,
-        query_lengths=p.query_lengths,
-        soft_cap=p.soft_cap,
-        score_mod=score_mod,
-        aux=d.get("aux", ()),
-        sinks=d.get("sinks"),
-        keep=p.keep,
-        keep_probability=p.keep_probability,
-    )
+def _pullback(call):
+    """Compiled (primals, dout, dlse) -> out, lse, gradients."""
+
+    def run(primals, dout, dlse):
+        (out, lse), pull = jax.vjp(call, primals)
+        cotangent = dout.reshape(out.shape).astype(out.dtype), dlse.reshape(lse.shape).astype(lse.dtype)
+        return out, lse, pull(cotangent)[0]
+
+    return jax.jit(run)
+
+
+def _baselines(p, score_mod, primals, dout, dlse):
+    """Three runs of the dense baseline with the channels of q·k and of v in different order: name -> array each."""
+
+    def dense(d):
+        return baseline.attention(
+            d["query"],
+            d["key"],
+            d["value"],
+            d.get("bias"),
+            p.mask,
+            scale=d.get("scale", p.scale),
+            offset=p.offset,
+            query_lengths=p.query_lengths,
+            soft_cap=p.soft_cap,
+            score_mod=score_mod,
+            aux=d.get("aux", ()),
+            sinks=d.get("sinks"),
+            keep=p.keep,
+            keep_probability=p.keep_probability,
+        )
+
+    run, rng = _pullback(dense), np.random.default_rng(6)
+    for shuffled in (False, True, True):
+        h, d = (rng.permutation(n) if shuffled else np.arange(n) for n in (p.query.shape[-1], p.value.shape[-1]))
+        order = dict(query=h, key=h, value=d)
+        moved = primals | {n: primals[n][..., o] for n, o in order.items()}
+        out, _, gradients = jax.tree.map(np.asarray, run(moved, dout[..., d], dlse))
+        back = {n: gradients[n][..., np.argsort(o)] for n, o in order.items()}
+        yield gradients | back | {"out": out[..., np.argsort(d)]}

@@ -123,13 +123,10 @@ def forward(p):
 
 def backward(p, dout, dlse=None):
     """Gradients, by name, of sum(out * dout) + sum(lse * dlse), the latter over the finite lse."""
-    (B, T, N, _), S = p.query.shape, p.key.shape[1]
-    shape = (B, N, T, S)
+    B, T, N, _ = p.query.shape
     dq, dk, dv = (np.zeros(x.shape) for x in (p.query, p.key, p.value))
-    dbias = None if p.bias is None else np.zeros(np.shape(p.bias))
-    daux = [np.zeros(np.shape(a)) for a in p.aux]
-    dsinks = None if p.sinks is None else np.zeros(N)
-    dscale = 0.0
+    dbias, daux = _Sum(np.shape(p.bias)), [_Sum(np.shape(a)) for a in p.aux]
+    dsinks, dscale = _Sum((N, 1, 1)), _Sum(())
     for b in range(B):
         for n in range(N):
             f = _slice_forward(p, b, n)
@@ -138,30 +135,43 @@ def backward(p, dout, dlse=None):
             dprob = (g @ f["v"].T) * f["factor"]
             delta = (f["prob"] * dprob).sum(axis=1)
             ds = f["prob"] * (dprob - delta[:, None] + glse[:, None])
-            if dsinks is not None:
-                dsinks[n] += (f["prob_sink"] * (glse - delta)).sum()
+            dsinks.add((f["prob_sink"] * (glse - delta))[:, None], b, n)
             if p.soft_cap is not None:
                 ds = ds * (1 - np.tanh(f["safe"] / p.soft_cap) ** 2)
             if p.score_mod is not None:
                 biased = np.where(f["visible"], f["biased"], 0.0)
                 for total, d in zip(daux, p.score_mod.d_aux(biased, *f["where"], *f["aux"]), strict=True):
-                    _add(total, ds * np.where(f["visible"], d, 0.0), shape, b, n)
+                    total.add(ds * np.where(f["visible"], d, 0.0), b, n)
                 ds = ds * np.where(f["visible"], p.score_mod.d_score(biased, *f["where"], *f["aux"]), 0.0)
-            if dbias is not None:
-                _add(dbias, ds, shape, b, n)
-            dscale += (ds * f["qk"]).sum()
+            if p.bias is not None:
+                dbias.add(ds, b, n)
+            dscale.add(ds * f["qk"], b, n)
             dq[b, :, n] += _scale(p) * ds @ f["k"]
             dk[b, :, f["kv"]] += _scale(p) * ds.T @ f["q"]
             dv[b, :, f["kv"]] += (f["prob"] * f["factor"]).T @ g
-    return dict(query=dq, key=dk, value=dv, bias=dbias, sinks=dsinks, scale=np.asarray(dscale), aux=tuple(daux))
+    return dict(
+        query=dq,
+        key=dk,
+        value=dv,
+        bias=dbias.total,
+        sinks=dsinks.total[:, 0, 0],
+        scale=dscale.total,
+        aux=[s.total for s in daux],
+    )
 
 
-def _add(total, slice_, shape, b, n):
-    """total += the (b, n) slice of a [B, N, T, S] array, summed over every axis along which total broadcasts."""
-    target = total.reshape((1,) * (4 - total.ndim) + total.shape)
-    axes = tuple(i for i in (0, 1) if target.shape[i + 2] == 1 and slice_.shape[i] != 1)
-    part = slice_.sum(axis=axes, keepdims=True)
-    target[b if target.shape[0] > 1 else 0, n if target.shape[1] > 1 else 0] += part
+class _Sum:
+    """Sum of [B, N, T, S] terms over every axis along which an array of shape `own` broadcasts."""
+
+    def __init__(self, own):
+        self.total = np.zeros(own)
+        self.padded = self.total.reshape((1,) * (4 - len(own)) + tuple(own))
+
+    def add(self, terms, b, n):
+        """Adds the [T, S] slice (b, n)."""
+        axes = tuple(i for i in (0, 1) if self.padded.shape[i + 2] == 1 and terms.shape[i] != 1)
+        part = terms.sum(axis=axes, keepdims=True)
+        self.padded[b if self.padded.shape[0] > 1 else 0, n if self.padded.shape[1] > 1 else 0] += part
 
 
 # Dropout: Philox4x32-10 (Salmon et al., SC'11), written from the paper.
