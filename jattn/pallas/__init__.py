@@ -1,0 +1,1 @@
+"""Pallas kernels. Nothing is imported here: a kernel module loads when a call is dispatched to it."""

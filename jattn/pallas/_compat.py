@@ -1,0 +1,89 @@
+"""The one place that imports Pallas Mosaic GPU and the compiler dialects under it.
+
+Everything else in `jattn.pallas` takes these names from here, so a change of their interface between jax versions is
+absorbed in this file.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
+
+__all__ = [
+    "arith", "fragmented_array", "interpreting", "ir", "kernel", "llvm", "nvvm", "pl", "plgpu", "scf", "utils", "vector",
+]  # fmt: skip
+
+_interpreting: contextvars.ContextVar[bool] = contextvars.ContextVar("interpreting", default=False)
+
+
+def interpreting() -> bool:
+    """Whether the kernel being traced will run in interpret mode, where inline instructions have no meaning."""
+    return _interpreting.get()
+
+
+@contextlib.contextmanager
+def _interpret(flag: bool):
+    token = _interpreting.set(flag)
+    try:
+        yield
+    finally:
+        _interpreting.reset(token)
+
+
+def kernel(
+    body: Callable[..., None],
+    *,
+    name: str,
+    out_type: Any,
+    scratch: Mapping[str, Any],
+    grid: Mapping[str, int],
+    warpgroups: int,
+    interpret: bool | Any = False,
+    reduction_scratch_bytes: int = 0,
+) -> Callable[..., Any]:
+    """A launchable kernel: `body(*inputs, *outputs, **scratch)` traced once per warpgroup, under axis `"warpgroup"`.
+
+    Args:
+        scratch: SMEM and barriers by name. An entry with a method `bind` (see `ptx.NamedBarriers`) stands for hardware
+            that Pallas does not allocate; interpret mode emulates it with the scratch its `emulation` asks for.
+        interpret: False, True (CPU emulation with race detection), or `InterpretGPUParams`.
+    """
+    if interpret is True:
+        interpret = plgpu.InterpretGPUParams(detect_races=True)
+    unallocated = {key: spec for key, spec in scratch.items() if hasattr(spec, "bind")}
+    allocated = {key: spec for key, spec in scratch.items() if key not in unallocated}
+    if interpret:
+        allocated |= {key: spec.emulation for key, spec in unallocated.items()}
+
+    def wrapped(*refs, **allocations):
+        bound = {key: spec.bind(allocations.get(key)) for key, spec in unallocated.items()}
+        with _interpret(bool(interpret)):
+            body(*refs, **(allocations | bound))
+
+    wrapped.__name__ = name
+    return plgpu.kernel(
+        wrapped,
+        out_type=out_type,
+        scratch_types=allocated,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        interpret=interpret or None,
+        # The kernels order their own shared memory accesses; the automatic barriers would be added to those.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=reduction_scratch_bytes
+        ),
+    )
+
+
+def reset_interpret_state() -> None:
+    """Makes interpret mode usable again after a kernel raised in it."""
+    jax.clear_caches()

@@ -1,0 +1,575 @@
+"""Forward softmax attention on compute capability 9.0 (H100, H200): `out = softmax(q·kᵀ) · v`, score tiles never leave registers.
+
+Algorithm, for one tile of 64 query rows per warpgroup, over its key blocks from the last to the first:
+    s = q · k[block]ᵀ                           (tensor core)
+    m, l, p, alpha = online softmax of s        (one reference m and sum l per row)
+    o = o · alpha + p · v[block]                (tensor core)
+and at the end out = o / l, lse = log(sum of exponentials).
+
+Pipeline: one producer warpgroup copies q, k and v into rings of shared memory (TMA); two or three consumer warpgroups take
+turns on the tensor core, so that one computes exponentials while another multiplies. Within a warpgroup the product q·k of
+block i is issued with p·v of block i − 1, whose wait comes after the softmax of block i:
+
+    producer     K0 Q0 | K1 V0 | K2 V1 | … | K0' V(n−1) Q0' …
+    consumer     QK0 softmax0 | QK1 PV0, softmax1 under PV0 | … | QK0' PV(n−1), write out under QK0'
+
+Thread blocks are persistent: each walks its column of a table made by simulating a dynamic scheduler (`schedule.py`).
+Sources: FlashAttention-3 (Shah et al., 2024) for the overlap and the turns; Milakov and Gimelshein (2018) for the online softmax.
+"""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jattn.pallas import configs, schedule
+from jattn.pallas._compat import kernel as launch
+from jattn.pallas._compat import pl, plgpu
+from jattn.pallas.hopper import ptx, softmax
+
+_LOG2E = math.log2(math.e)
+_MULTIPROCESSORS = 132  # of an H100 or H200 SXM; more blocks than the card has would still run, one after another
+_TURN_BARRIERS, _RING_BARRIERS = 5, 8  # first ids of the named barriers
+
+
+# --- config -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is compiled in. A length or offset that is None is read from `sequences` at run time.
+
+    `left` and `right` bound the keys of a query at position p to `[p − left, p + right]`; None is unbounded.
+    """
+
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    D: int
+    dtype: Any
+    scale: float
+    left: int | None
+    right: int | None
+    offset: int | None
+    key_length: int | None
+    query_length: int | None
+    config: configs.TileConfig
+
+    @property
+    def factor(self) -> float:
+        """Scores to log2 units."""
+        return self.scale * _LOG2E
+
+    @property
+    def tiles(self) -> int:
+        """Query tiles of one sequence."""
+        return -(-self.T // self.config.rows)
+
+    @property
+    def key_blocks(self) -> int:
+        return -(-self.S // self.config.block_k)
+
+    @property
+    def masked(self) -> bool:
+        """Whether any score may need masking."""
+        return not (self.left is None and self.right is None and self.key_length == self.S and self.S % self.config.block_k == 0)
+
+    @property
+    def one_masked_block(self) -> bool:
+        """Whether, coming from the last block, only the first one visited can be cut by an upper bound."""
+        if self.right is None:
+            return True
+        aligned = self.offset is not None and (self.offset + self.right) % self.config.block_k == 0
+        return aligned and self.config.block_k % self.config.rows == 0
+
+    def block_range(self, tile: int) -> tuple[int, int]:
+        """The key blocks `[begin, end)` of a query tile, with run-time lengths at their most and offsets at 0."""
+        offset, length = self.offset or 0, self.S if self.key_length is None else self.key_length
+        first = tile * self.config.rows + offset
+        last = min((tile + 1) * self.config.rows, self.T) + offset - 1
+        high = length if self.right is None else min(length, last + self.right + 1)
+        end = max(1, min(-(-high // self.config.block_k), self.key_blocks))
+        low = 0 if self.left is None else max(0, first - self.left)
+        return min(low // self.config.block_k, end - 1), end
+
+
+# --- work of one thread block ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One query tile: where it is and which key blocks it visits, as traced scalars. At least one block is visited."""
+
+    batch: Any
+    head: Any
+    row: Any  # its first query row
+    position: Any  # of its first row on the key axis
+    key_length: Any
+    query_length: Any
+    begin: Any
+    end: Any
+
+
+    @property
+    def blocks(self):
+        return self.end - self.begin
+
+
+def _item(x, r):
+    """The thread block's r-th table entry, or its last."""
+    return x.table[jnp.minimum(r, x.items - 1), x.block]
+
+
+def _tile(x, item) -> Tile:
+    """Decodes a table entry. Loops carry entries, not tiles: fewer registers, and `row` keeps its known alignment."""
+    p, block_k = x.plan, x.plan.config.block_k
+    pair, tile = lax.div(item, _i32(p.tiles)), lax.rem(item, _i32(p.tiles))
+    batch, head = lax.div(pair, _i32(p.N)), lax.rem(pair, _i32(p.N))
+    offset = _i32(p.offset) if p.offset is not None else x.sequences[batch, 0]
+    key_length = _i32(p.key_length) if p.key_length is not None else x.sequences[batch, 1]
+    query_length = _i32(p.query_length) if p.query_length is not None else x.sequences[batch, 2]
+    row = tile * p.config.rows
+    position = row + offset
+    end, begin = jnp.minimum(_ceil_div(key_length, block_k), p.key_blocks), _i32(0)
+    if p.right is not None:
+        last = jnp.minimum(row + p.config.rows, query_length) + offset - 1
+        end = jnp.minimum(end, _ceil_div(last + p.right + 1, block_k))
+    end = jnp.maximum(end, 1)
+    if p.left is not None:
+        begin = jnp.minimum(lax.div(jnp.maximum(position - p.left, 0), _i32(block_k)), end - 1)
+    return Tile(batch, head, row, position, key_length, query_length, begin, end)
+
+
+def _i32(x):
+    return jnp.asarray(x, jnp.int32)
+
+
+def _ceil_div(x, y: int):
+    """For x of either sign, rounding negative ones to 0 or above."""
+    return lax.div(jnp.maximum(x, 0) + (y - 1), _i32(y))
+
+
+def _ring(x, position):
+    """Ring slot of the block at a position in this thread block's sequence of key blocks."""
+    return jnp.bitwise_and(position, _i32(x.plan.config.stages - 1))
+
+
+# --- kernel -----------------------------------------------------------------------------------------------------------
+
+
+def _kernel(
+    plan: Plan,
+    # inputs (GMEM)
+    q,  # [B, T, N, H]
+    k,  # [B, S, K, H]
+    v,  # [B, S, K, D]
+    table,  # int32 [rounds + 1, blocks]: items of each thread block; the last row counts them
+    sequences,  # int32 [B, 3]: query offset, key length, query length
+    # outputs (GMEM)
+    out,  # [B, T, N, D]
+    lse,  # float32 [B, N, T rounded up to tiles]
+    *,
+    # shared memory, in slabs of 64 columns (`ptx.slabs`)
+    q_smem,  # [1 or 2 buffers, warpgroups, slabs of H, 64, 64]
+    k_smem,  # [stages, slabs of H, block_k, 64]
+    v_smem,  # [stages, slabs of D, block_k, 64]
+    out_smem,  # [warpgroups, slabs of D, 64, 64], or None: through q_smem
+    lse_smem,  # float32 [warpgroups, 64]
+    # barriers
+    q_ready,  # [buffers · warpgroups] TMA: a query tile has landed
+    q_free,  # [buffers · warpgroups] consumer: its last product with the query buffer is done
+    k_ready,  # [stages] TMA, one arrival per slab
+    v_ready,  # [stages] TMA
+    v_landed,  # [1] TMA: a block that the producer has to clean before v_ready
+    k_free,  # [stages] named: every consumer is done with the slot
+    v_free,  # [stages] named
+    turn,  # [warpgroups] named: the tensor core is this warpgroup's
+):
+    x = SimpleNamespace(
+        plan=plan, q=q, k=k, v=v, table=table, sequences=sequences, out=out, lse=lse, q_smem=q_smem, k_smem=k_smem,
+        v_smem=v_smem, out_smem=out_smem, lse_smem=lse_smem, q_ready=q_ready, q_free=q_free, k_ready=k_ready, v_ready=v_ready,
+        v_landed=v_landed, k_free=k_free, v_free=v_free, turn=turn, block=lax.axis_index("block"),
+        warpgroup=lax.axis_index("warpgroup"),
+    )  # fmt: skip
+    consumers = plan.config.warpgroups
+    x.items = table[table.shape[0] - 1, x.block]
+
+    @pl.when(x.warpgroup == consumers)
+    def _():
+        plgpu.set_max_registers(plan.config.registers[1], action="decrease")
+        _produce(x)
+
+    @pl.when(x.warpgroup < consumers)
+    def _():
+        plgpu.set_max_registers(plan.config.registers[0], action="increase")
+        _consume(x)
+
+
+# --- producer ---------------------------------------------------------------------------------------------------------
+
+
+def _produce(x):
+    """Copies in the order in which the consumers need: the first keys of a tile before the last values of the one before."""
+    buffers = x.q_smem.shape[0]
+    first = _item(x, _i32(0))
+    if buffers == 2:
+        _load_queries(x, _tile(x, first), _i32(0))
+
+    def one_tile(r, carry):
+        position, item, previous_item = carry
+        tile, following = _tile(x, item), _item(x, r + 1)
+        _load_keys(x, tile, tile.end - 1, position)
+
+        @pl.when(r > 0)
+        def _():
+            previous = _tile(x, previous_item)
+            _load_values(x, previous, previous.begin, position - 1)
+
+        if buffers == 1:
+            _load_queries(x, tile, r)
+        else:
+            pl.when(r + 1 < x.items)(lambda: _load_queries(x, _tile(x, following), r + 1))
+
+        def one_block(i, _):
+            _load_keys(x, tile, tile.end - 1 - i, position + i)
+            _load_values(x, tile, tile.end - i, position + i - 1)
+
+        lax.fori_loop(1, tile.blocks, one_block, None)
+        return position + tile.blocks, following, item
+
+    position, _, last = lax.fori_loop(0, x.items, one_tile, (_i32(0), first, first))
+    last = _tile(x, last)
+    _load_values(x, last, last.begin, position - 1)
+    _drain(x, position)
+
+
+def _load_queries(x, tile, r):
+    """Query tile of round r, one copy per warpgroup and slab."""
+    buffers, consumers = x.q_smem.shape[0], x.plan.config.warpgroups
+    buffer = lax.rem(r, _i32(buffers))
+    for w in range(consumers):
+        slot = buffer * consumers + w
+        pl.when(r >= buffers)(lambda slot=slot: plgpu.barrier_wait(x.q_free.at[slot]))
+        rows = x.q.at[tile.batch, pl.ds(tile.row + w * ptx.TILE_ROWS, ptx.TILE_ROWS), tile.head]
+        _copy_in(x, rows, x.q_smem.at[buffer, w], x.q_ready.at[slot])
+
+
+def _copy_in(x, rows, smem, barrier):
+    for i in range(smem.shape[0]):
+        plgpu.copy_gmem_to_smem(_slab(x, rows, i), smem.at[i], barrier)
+
+
+def _slab(x, rows, i):
+    """Columns of slab i of `rows [rows, columns]` in HBM. TMA reads zeros past the last one and writes nothing there."""
+    start = i * ptx.SLAB
+    if start + ptx.SLAB > rows.shape[-1]:
+        start = jnp.minimum(x.block, 0) + start  # Pallas refuses a constant slice past the edge
+    return rows.at[:, pl.ds(start, ptx.SLAB)]
+
+
+def _key_rows(x, array, tile, block):
+    block_k = x.plan.config.block_k
+    return array.at[tile.batch, pl.ds(block * block_k, block_k), lax.div(tile.head, _i32(x.plan.N // x.plan.K))]
+
+
+def _load_keys(x, tile, block, position):
+    slot = _ring(x, position)
+    pl.when(position >= x.plan.config.stages)(lambda: x.k_free.bar_sync(slot))
+    _copy_in(x, _key_rows(x, x.k, tile, block), x.k_smem.at[slot], x.k_ready.at[slot])
+
+
+def _load_values(x, tile, block, position):
+    slot, block_k = _ring(x, position), x.plan.config.block_k
+    pl.when(position >= x.plan.config.stages)(lambda: x.v_free.bar_sync(slot))
+    rows, smem, ready = _key_rows(x, x.v, tile, block), x.v_smem.at[slot], x.v_ready.at[slot]
+    if x.plan.key_length is not None:  # TMA zero-fills past the array
+        _copy_in(x, rows, smem, ready)
+        return
+    # Values past the sequence's end may be NaN, which a weight of 0 would not silence.
+    valid = tile.key_length - block * block_k
+    pl.when(valid >= block_k)(lambda: _copy_in(x, rows, smem, ready))
+
+    @pl.when(valid < block_k)
+    def _():
+        _copy_in(x, rows, smem, x.v_landed.at[0])
+        plgpu.barrier_wait(x.v_landed.at[0])
+        ptx.st_shared_zero_rows(smem, valid)
+        plgpu.commit_smem()
+        for _ in range(smem.shape[0]):  # as many arrivals as the copies would have made
+            plgpu.barrier_arrive(ready)
+
+
+def _drain(x, position):
+    """Every barrier phase is waited for before the thread block ends."""
+    stages, consumers, buffers = x.plan.config.stages, x.plan.config.warpgroups, x.q_smem.shape[0]
+    for i in range(stages):
+
+        @pl.when(position >= stages - i)
+        def _(i=i):
+            slot = _ring(x, position + i)
+            x.k_free.bar_sync(slot)
+            x.v_free.bar_sync(slot)
+
+    for i in range(buffers):
+
+        @pl.when(x.items >= buffers - i)
+        def _(i=i):
+            for w in range(consumers):
+                plgpu.barrier_wait(x.q_free.at[lax.rem(x.items + i, _i32(buffers)) * consumers + w])
+
+
+# --- consumer ---------------------------------------------------------------------------------------------------------
+
+
+def _consume(x):
+    p, consumers = x.plan, x.plan.config.warpgroups
+    buffers = x.q_smem.shape[0]
+    x.q_matrix = ptx.matrix(lambda i: x.q_smem.at[i, x.warpgroup], ptx.TILE_ROWS, p.H, slots_apart=consumers)
+    x.k_matrix = ptx.matrix(lambda i: x.k_smem.at[i], p.config.block_k, p.H)
+    x.v_matrix = ptx.matrix(lambda i: x.v_smem.at[i], p.config.block_k, p.D, along_rows=True)
+    pl.when(x.warpgroup == consumers - 1)(lambda: x.turn.bar_arrive(0))
+    first = _item(x, _i32(0))
+    if buffers == 1:
+        lax.fori_loop(0, x.items, lambda r, carry: _separate_tile(x, r, *carry), (_i32(0), first))
+    else:
+        plgpu.barrier_wait(x.q_ready.at[x.warpgroup])
+        (s,) = _first_scores(x, _i32(0), _i32(0))
+        lax.fori_loop(0, x.items, lambda r, carry: _overlapped_tile(x, r, *carry), (_i32(0), first, s))
+    pl.when(x.warpgroup == 0)(lambda: x.turn.bar_sync(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _take_turn(x):
+    x.turn.bar_sync(x.warpgroup)
+
+
+def _pass_turn(x):
+    x.turn.bar_arrive(lax.rem(x.warpgroup + 1, _i32(x.plan.config.warpgroups)))
+
+
+def _first_scores(x, position, buffer):
+    """The product with a tile's first key block, waited for."""
+    slot = _ring(x, position)
+    plgpu.barrier_wait(x.k_ready.at[slot])
+    if x.plan.config.edge_turns:
+        _take_turn(x)
+    s = ptx.wgmma_ss(x.q_matrix.at(buffer), x.k_matrix.at(slot), x.plan.dtype)
+    if x.plan.config.edge_turns:
+        _pass_turn(x)
+    (s,) = ptx.wgmma_wait_group(0, s)
+    x.k_free.bar_arrive(slot)
+    return (s,)
+
+
+def _separate_tile(x, r, position, item):
+    """One tile from its first product to its output; nothing of the next one is begun."""
+    tile, following = _tile(x, item), _item(x, r + 1)
+    plgpu.barrier_wait(x.q_ready.at[x.warpgroup])
+    (s,) = _first_scores(x, position, _i32(0))
+    accumulator, m, l, p = _blocks(x, tile, position, _i32(0), s)
+    slot = _ring(x, position + tile.blocks - 1)
+    if x.out_smem is not None:
+        plgpu.barrier_arrive(x.q_free.at[x.warpgroup])
+    plgpu.barrier_wait(x.v_ready.at[slot])
+    if x.plan.config.edge_turns:
+        _take_turn(x)
+    accumulator = ptx.wgmma_rs(accumulator, p, x.v_matrix.at(slot))
+    if x.plan.config.edge_turns:
+        _pass_turn(x)
+    (accumulator,) = ptx.wgmma_wait_group(0, accumulator)
+    x.v_free.bar_arrive(slot)
+    _write(x, tile, accumulator, m, l)
+    return position + tile.blocks, following
+
+
+def _overlapped_tile(x, r, position, item, s):
+    """One tile whose first scores `s` are at hand; issues the next tile's first product with this tile's last one."""
+    tile, following = _tile(x, item), _item(x, r + 1)
+    consumers, buffer = x.plan.config.warpgroups, lax.rem(r, _i32(2))
+    accumulator, m, l, p = _blocks(x, tile, position, buffer, s)
+    plgpu.barrier_arrive(x.q_free.at[buffer * consumers + x.warpgroup])
+    next_position = position + tile.blocks
+    k_slot, v_slot = _ring(x, next_position), _ring(x, next_position - 1)
+    more = r + 1 < x.items
+
+    @pl.when(more)
+    def _():
+        plgpu.barrier_wait(x.q_ready.at[(1 - buffer) * consumers + x.warpgroup])
+        plgpu.barrier_wait(x.k_ready.at[k_slot])
+
+    if x.plan.config.edge_turns:
+        _take_turn(x)
+    # After the last tile this multiplies stale memory, and nobody looks: a branch around a product would cost more.
+    next_s = ptx.wgmma_ss(x.q_matrix.at(1 - buffer), x.k_matrix.at(k_slot), x.plan.dtype)
+    plgpu.barrier_wait(x.v_ready.at[v_slot])
+    accumulator = ptx.wgmma_rs(accumulator, p, x.v_matrix.at(v_slot))
+    if x.plan.config.edge_turns:
+        _pass_turn(x)
+    next_s, accumulator = ptx.wgmma_wait_group(0, next_s, accumulator)
+    pl.when(more)(lambda: x.k_free.bar_arrive(k_slot))
+    x.v_free.bar_arrive(v_slot)
+    _write(x, tile, accumulator, m, l)
+    return next_position, following, next_s
+
+
+def _blocks(x, tile, position, buffer, s):
+    """All but the last product with v: `(accumulator, m, l, p)` after the softmax of the tile's last block.
+
+    Blocks are visited from the end: those that the upper bounds cut, those that all rows see whole, those that the lower
+    bounds cut.
+    """
+    plan, config = x.plan, x.plan.config
+    low, high = _row_bounds(x, tile)
+    m, l, accumulator = softmax.init_state(plan.D)
+
+    def scores_to_weights(s, m, l, block, masked):
+        if masked:
+            start = block * config.block_k
+            s = softmax.mask_columns(s, None if low is None else low - start, None if high is None else high - start)
+        return softmax.online_softmax(s, m, l, plan.factor, may_be_empty=masked, lazy=config.lazy_rescale)
+
+    p, m, l, _ = scores_to_weights(s, m, l, tile.end - 1, plan.masked)
+    weights = p.astype(plan.dtype)
+
+    def step(i, carry, masked):
+        accumulator, m, l, weights = carry
+        k_slot, v_slot = _ring(x, position + i), _ring(x, position + i - 1)
+        plgpu.barrier_wait(x.k_ready.at[k_slot])
+        q_matrix, k_matrix, v_matrix = x.q_matrix.at(buffer), x.k_matrix.at(k_slot), x.v_matrix.at(v_slot)
+        _take_turn(x)
+        s = ptx.wgmma_ss(q_matrix, k_matrix, plan.dtype)
+        plgpu.barrier_wait(x.v_ready.at[v_slot])
+        accumulator = ptx.wgmma_rs(accumulator, weights, v_matrix)
+        _pass_turn(x)
+        (s,) = ptx.wgmma_wait_group(1, s)
+        x.k_free.bar_arrive(k_slot)
+        p, m, l, alpha = scores_to_weights(s, m, l, tile.end - 1 - i, masked)
+        # Without the barrier the compiler moves the wait before the exponentials, and nothing overlaps.
+        p, m, l, alpha = lax.optimization_barrier((p, m, l, alpha))
+        (accumulator,) = ptx.wgmma_wait_group(0, accumulator)
+        x.v_free.bar_arrive(v_slot)
+        return softmax.rescale(accumulator, alpha, lazy=config.lazy_rescale), m, l, p.astype(plan.dtype)
+
+    carry = (accumulator, m, l, weights)
+    whole_from, whole_to = _whole_blocks(x, tile)
+    if not plan.one_masked_block:
+        carry = lax.fori_loop(1, whole_from, lambda i, c: step(i, c, True), carry)
+    carry = lax.fori_loop(whole_from, whole_to, lambda i, c: step(i, c, False), carry)
+    if plan.left is not None:
+        carry = lax.fori_loop(whole_to, tile.blocks, lambda i, c: step(i, c, True), carry)
+    return carry
+
+
+def _row_bounds(x, tile):
+    """Keys `[low, high)` that each of the warpgroup's 64 rows can see, int32 `[64]` or one number; None: no bound."""
+    plan = x.plan
+    if not plan.masked:
+        return None, None
+    if plan.left is None and plan.right is None:
+        return None, tile.key_length
+    row = plgpu.broadcasted_iota(jnp.int32, (ptx.TILE_ROWS,), 0, layout=ptx.ROW)
+    position = tile.position + x.warpgroup * ptx.TILE_ROWS + row
+    low = None if plan.left is None else position - plan.left
+    return low, tile.key_length if plan.right is None else jnp.minimum(position + (plan.right + 1), tile.key_length)
+
+
+def _whole_blocks(x, tile):
+    """The steps `[from, to)` at which every row of the warpgroup sees the whole block; step 0 is never among them."""
+    plan, block_k, blocks = x.plan, x.plan.config.block_k, tile.blocks
+    if plan.one_masked_block:
+        first = _i32(1)
+    else:
+        high = jnp.minimum(tile.position + x.warpgroup * ptx.TILE_ROWS + (plan.right + 1), tile.key_length)
+        first = jnp.clip(tile.end - lax.div(jnp.maximum(high, 0), _i32(block_k)), 1, blocks)
+    if plan.left is None:
+        return first, blocks
+    low = tile.position + x.warpgroup * ptx.TILE_ROWS + (ptx.TILE_ROWS - 1 - plan.left)
+    return first, jnp.clip(tile.end - _ceil_div(low, block_k), first, blocks)
+
+
+# --- epilogue ---------------------------------------------------------------------------------------------------------
+
+
+def _write(x, tile, accumulator, m, l):
+    plan = x.plan
+    total = l.sum(axis=1)
+    seen = total > 0
+    if plan.query_length is None:
+        row = tile.row + x.warpgroup * ptx.TILE_ROWS + plgpu.broadcasted_iota(jnp.int32, (ptx.TILE_ROWS,), 0, layout=ptx.ROW)
+        seen = seen & (row < tile.query_length)
+    inverse = jnp.where(seen, 1 / total, 0.0)
+    lse = jnp.where(seen, m * (1 / _LOG2E) + jnp.log(total), -jnp.inf)
+    accumulator = accumulator * lax.broadcast_in_dim(inverse, accumulator.shape, [0])
+    out_smem = x.q_smem.at[0, x.warpgroup] if x.out_smem is None else x.out_smem.at[x.warpgroup]
+    lse_smem = x.lse_smem.at[x.warpgroup]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left the staging memory
+    ptx.stmatrix(accumulator.astype(plan.dtype), out_smem)
+    lse_smem[...] = lse
+    plgpu.commit_smem()
+    rows = pl.ds(tile.row + x.warpgroup * ptx.TILE_ROWS, ptx.TILE_ROWS)
+    for i in range(ptx.slabs(plan.D)):
+        plgpu.copy_smem_to_gmem(out_smem.at[i], _slab(x, x.out.at[tile.batch, rows, tile.head], i))
+    plgpu.copy_smem_to_gmem(lse_smem, x.lse.at[tile.batch, tile.head, rows])
+    if x.out_smem is None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(x.q_free.at[x.warpgroup])
+
+
+# --- host -------------------------------------------------------------------------------------------------------------
+
+
+def _launch(plan: Plan, q, k, v, sequences, *, interpret=False, multiprocessors=_MULTIPROCESSORS):
+    """Runs the kernel: `(out [B, T, N, D], lse float32 [B, T, N])`."""
+    config, pairs = plan.config, plan.B * plan.N
+    blocks = min(multiprocessors, pairs * plan.tiles)
+    kv_bytes = 2 * plan.S * (plan.H + plan.D)
+    section = schedule.section_size(pairs, plan.N // plan.K, kv_bytes, config.section_mb << 20)
+    costs = tuple(float(end - begin) for begin, end in map(plan.block_range, range(plan.tiles)))
+    table = schedule.table(pairs, costs, section, blocks)
+
+    def smem(*leading, rows, columns):
+        return plgpu.SMEM((*leading, ptx.slabs(columns), rows, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
+
+    consumers, stages, buffers = config.warpgroups, config.stages, 2 if config.cross_tile else 1
+    scratch = dict(
+        q_smem=smem(buffers, consumers, rows=ptx.TILE_ROWS, columns=plan.H),
+        k_smem=smem(stages, rows=config.block_k, columns=plan.H),
+        v_smem=smem(stages, rows=config.block_k, columns=plan.D),
+        lse_smem=plgpu.SMEM((consumers, ptx.TILE_ROWS), jnp.float32),
+        q_ready=plgpu.Barrier(num_arrivals=ptx.slabs(plan.H), num_barriers=buffers * consumers),
+        q_free=plgpu.Barrier(num_barriers=buffers * consumers),
+        k_ready=plgpu.Barrier(num_arrivals=ptx.slabs(plan.H), num_barriers=stages),
+        v_ready=plgpu.Barrier(num_arrivals=ptx.slabs(plan.D), num_barriers=stages),
+        v_landed=plgpu.Barrier(num_arrivals=ptx.slabs(plan.D), num_barriers=1),
+        k_free=ptx.NamedBarriers(_RING_BARRIERS, stages, consumers),
+        v_free=ptx.NamedBarriers(_RING_BARRIERS + stages, stages, consumers),
+        turn=ptx.NamedBarriers(_TURN_BARRIERS, consumers, 1),
+    )
+    if config.own_out:
+        scratch["out_smem"] = smem(consumers, rows=ptx.TILE_ROWS, columns=plan.D)
+
+    def body(*refs, out_smem=None, **allocations):
+        _kernel(plan, *refs, out_smem=out_smem, **allocations)
+
+    padded = plan.tiles * config.rows
+    out, lse = launch(
+        body,
+        name="jattn_attention_forward",
+        out_type=(
+            jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.D), plan.dtype),
+            jax.ShapeDtypeStruct((plan.B, plan.N, padded), jnp.float32),
+        ),
+        scratch=scratch,
+        grid={"block": blocks},
+        warpgroups=consumers + 1,
+        interpret=interpret,
+    )(q, k, v, jnp.asarray(table), sequences)
+    return out, jnp.swapaxes(lse[:, :, : plan.T], 1, 2)

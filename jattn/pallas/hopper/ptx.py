@@ -1,0 +1,467 @@
+"""Hopper instructions that Pallas does not offer, or not in the form that a kernel at full speed needs.
+
+Each wrapper is named after its instruction and has an equivalent in plain jnp for interpret mode. Two rules that nothing
+checks:
+
+* A value returned by `wgmma_ss` or `wgmma_rs` is *in flight*: the tensor core is still writing its registers. Only
+  `wgmma_wait_group` may take it, and returns the value that can be read.
+* Between the issue of a product and its wait no branch may diverge within the warpgroup: ptxas answers by running every
+  product of the kernel one after the other (warning C7518).
+
+All arrays are in the WGMMA layout: thread `lane` of warp `w` holds, of each 8-column group, columns `2·(lane % 4) + {0, 1}`
+of rows `16·w + lane // 4 + {0, 8}`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jattn.pallas._compat import arith, fragmented_array, interpreting, ir, llvm, nvvm, pl, plgpu, utils, vector
+
+WGMMA = plgpu.Layout.WGMMA
+ROW = plgpu.Layout.WGMMA.reduce(1)
+SCALAR = plgpu.Layout.WG_SPLAT
+TILE_ROWS = 64  # rows of every wgmma product
+SLAB = 64  # columns of a slab, see `slabs`
+_ATOM_BYTES = 8 * 2 * SLAB  # 8 rows of a slab, the period of the swizzle
+
+
+# --- shared memory matrices -------------------------------------------------------------------------------------------
+
+
+def slabs(columns: int) -> int:
+    """A matrix in shared memory is cut into slabs of 64 columns, `[slabs, rows, 64]`: 128-byte rows, swizzled as they are.
+
+    A copy of a slab starts at any row of the array in HBM and ends anywhere; matrices tiled by 8 rows would need row
+    counts and offsets that are multiples of 8.
+    """
+    return -(-columns // SLAB)
+
+
+TRANSFORMS = (plgpu.SwizzleTransform(2 * SLAB),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A 16-bit `[rows, columns]` matrix in shared memory, one of several equal slots, as an operand of wgmma.
+
+    `word` is the low half of its matrix descriptor. It is built once (`matrix`) and advanced by one addition per slot:
+    building 64-bit descriptors at each product costs 4% at head dim 64.
+    """
+
+    ref_of: Callable[[Any], Any]  # slot -> [slabs, rows, 64]
+    slot: Any
+    rows: int
+    columns: int
+    slots_apart: int
+    word: Any
+
+    HIGH_WORD = (_ATOM_BYTES >> 4) | (1 << 30)  # from 8 rows to the next 8; 128-byte swizzle
+
+    def at(self, slot) -> "Matrix":
+        """The matrix in another slot (from a matrix that is in slot 0)."""
+        if interpreting():
+            return dataclasses.replace(self, slot=slot)
+        step = slabs(self.columns) * self._slab_bytes * self.slots_apart >> 4
+        return dataclasses.replace(self, slot=slot, word=self.word + slot * step)
+
+    def read(self) -> jax.Array:
+        """All of it, in interpret mode, ordered like the asynchronous read it stands for."""
+        ref = self.ref_of(self.slot)
+        value = jnp.concatenate([ref[i] for i in range(slabs(self.columns))], axis=1)[:, : self.columns]
+        plgpu.commit_smem()
+        return value
+
+    @property
+    def _slab_bytes(self) -> int:
+        return self.rows * SLAB * 2
+
+    def offsets_along_columns(self) -> list[int]:
+        """Descriptor offsets of the 16-wide steps along the columns."""
+        return [((i % 4) * 32 + (i // 4) * self._slab_bytes) >> 4 for i in range(-(-self.columns // 16))]
+
+    def offsets_along_rows(self) -> list[int]:
+        """Descriptor offsets of the 16-high steps along the rows."""
+        return [(2 * _ATOM_BYTES * i) >> 4 for i in range(self.rows // 16)]
+
+
+def matrix(ref_of: Callable[[Any], Any], rows: int, columns: int, *, along_rows: bool = False, slots_apart: int = 1) -> Matrix:
+    """The matrix in slot 0 of `ref_of(slot)`, whose slots are `slots_apart` matrices apart.
+
+    `along_rows=True` is for a right operand contracted over its rows (V), else it is contracted over its columns (Q, K).
+    """
+    result = Matrix(ref_of, 0, rows, columns, slots_apart, None)
+    if interpreting():
+        return result
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TRANSFORMS),), return_type=_scalar_type())
+    def descriptor_word(_, ref):
+        address = llvm.ptrtoint(_i32(), utils.memref_ptr(ref))
+        word = llvm.lshr(llvm.and_(address, _int(0x3FFFF)), _int(4))
+        if along_rows:
+            word = llvm.or_(word, _int(result._slab_bytes >> 4 << 16))  # from 64 columns to the next 64
+        return _scalar_array(word)
+
+    return dataclasses.replace(result, word=descriptor_word(ref_of(0)))
+
+
+# --- wgmma ------------------------------------------------------------------------------------------------------------
+
+
+def wgmma_ss(a: Matrix, b: Matrix, dtype) -> jax.Array:
+    """`a @ b.T` as float32 `[64, b.rows]`, in flight (`wgmma.mma_async`, both operands in shared memory)."""
+    if interpreting():
+        return lax.dot_general(a.read(), b.read(), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+    @plgpu.inline_mgpu(arg_types=(SCALAR, SCALAR), return_type=_array_type(b.rows))
+    def issue(_, a_word, b_word):
+        steps = zip(a.offsets_along_columns(), b.offsets_along_columns(), strict=True)
+        return _mma_async(
+            n=b.rows, dtype=dtype, accumulator=None, a_word=a_word.registers[()], b_word=b_word.registers[()],
+            steps=list(steps), b_along_rows=False,
+        )  # fmt: skip
+
+    return issue(a.word, b.word)
+
+
+def wgmma_rs(accumulator, a, b: Matrix) -> jax.Array:
+    """`accumulator + a @ b` for 16-bit `a [64, b.rows]` in registers, in flight (`wgmma.mma_async`)."""
+    if interpreting():
+        return accumulator + jnp.dot(a, b.read(), preferred_element_type=jnp.float32)
+    dtype = a.dtype
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, WGMMA, SCALAR), return_type=_array_type(b.columns))
+    def issue(_, accumulator, a, b_word):
+        accumulator = accumulator.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
+        accumulator, a = fragmented_array.optimization_barrier(accumulator, a)
+        return _mma_async(
+            n=b.columns, dtype=dtype, accumulator=list(accumulator.registers.flat), a_registers=_pairs(a),
+            b_word=b_word.registers[()], steps=[(None, o) for o in b.offsets_along_rows()], b_along_rows=True,
+        )  # fmt: skip
+
+    return issue(accumulator, a, b.word)
+
+
+def wgmma_wait_group(pending: int, *arrays) -> tuple[jax.Array, ...]:
+    """Waits until at most `pending` products are in flight; returns the arrays, now readable (`wgmma.wait_group`).
+
+    The arrays pass through the instruction, so that nothing which reads them can move before it.
+    """
+    if interpreting():
+        return arrays
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA,) * len(arrays), return_type=tuple(_array_type(x.shape[1]) for x in arrays)
+    )
+    def wait(_, *arrays):
+        groups = [list(x.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT).registers.flat) for x in arrays]
+        registers = sum(groups, [])
+        registers = _tied(registers, f"wgmma.wait_group.sync.aligned {pending};")
+        results = []
+        for group in groups:
+            results.append(_array(registers[: len(group)]))
+            registers = registers[len(group) :]
+        return tuple(results)
+
+    return wait(*arrays)
+
+
+def _mma_async(*, n, dtype, accumulator, b_word, steps, b_along_rows, a_word=None, a_registers=()):
+    """Fence, one instruction per 16-wide step in a single block, commit. Descriptors are (word + offset, constant)."""
+    count = n // 2
+    operands = [*(accumulator or ()), *([a_word] if a_word is not None else a_registers), b_word]
+    ties = [str(i) for i in range(len(accumulator or ()))]
+    first = count + len(ties)
+    element = {"bfloat16": "bf16", "float16": "f16"}[np.dtype(dtype).name]
+    result = "{" + ",".join(f"${i}" for i in range(count)) + "}"
+    text = "{ .reg .pred keep, zero; .reg .b32 la, lb; .reg .b64 da, db; setp.ne.b32 zero, 0, 0; setp.ne.b32 keep, 1, 0;\n"
+    b_operand = first + (1 if a_word is not None else len(a_registers))
+    for i, (a_offset, b_offset) in enumerate(steps):
+        text += f"add.s32 lb, ${b_operand}, {b_offset}; mov.b64 db, {{lb, {Matrix.HIGH_WORD}}};\n"
+        if a_word is not None:
+            text += f"add.s32 la, ${first}, {a_offset}; mov.b64 da, {{la, {Matrix.HIGH_WORD}}};\n"
+            a, transposed = "da", f"0, {int(b_along_rows)}"
+        else:
+            a, transposed = "{" + ",".join(f"${first + 4 * i + j}" for j in range(4)) + "}", f"{int(b_along_rows)}"
+        scale_d = "zero" if accumulator is None and i == 0 else "keep"
+        text += f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element} {result}, {a}, db, {scale_d}, 1, 1, {transposed};\n"
+    text += "}"
+    nvvm.wgmma_fence_aligned()
+    kinds = ["r"] * (len(operands) - len(ties))
+    outputs = llvm.inline_asm(
+        llvm.StructType.get_literal([_vector()] * count), operands, text,
+        ",".join(["=f"] * count + ties + kinds), asm_dialect=0, has_side_effects=True,
+    )  # fmt: skip
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "wgmma.commit_group.sync.aligned;", "", has_side_effects=True)
+    return _array([llvm.extractvalue(_vector(), outputs, [i]) for i in range(count)])
+
+
+# --- named barriers ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedBarriers:
+    """`count` of the 16 hardware barriers, from id `first`: `arrivals` warpgroups arrive, one syncs, at each phase.
+
+    Cheaper than an mbarrier for a hand-over between warpgroups (2 to 4% of a forward kernel), but it holds a single
+    phase: who arrives must know that the last phase is over. Ids 0 to 4 belong to Mosaic.
+    """
+
+    first: int
+    count: int
+    arrivals: int
+    emulated: Any = None
+
+    def __post_init__(self):
+        if not 5 <= self.first <= self.first + self.count <= 16:
+            raise ValueError(f"named barriers {self.first} to {self.first + self.count - 1} are outside 5 to 15")
+
+    @property
+    def emulation(self):
+        return plgpu.Barrier(num_arrivals=self.arrivals, num_barriers=self.count)
+
+    def bind(self, emulated) -> "NamedBarriers":
+        return dataclasses.replace(self, emulated=emulated)
+
+    def bar_arrive(self, index) -> None:
+        """Announces without waiting (`bar.arrive`)."""
+        if self.emulated is not None:
+            return plgpu.barrier_arrive(self.emulated.at[index])
+        _bar("arrive", self.first + index, 128 * (self.arrivals + 1))
+
+    def bar_sync(self, index) -> None:
+        """Waits for the announcements (`bar.sync`)."""
+        if self.emulated is not None:
+            return plgpu.barrier_wait(self.emulated.at[index])
+        _bar("sync", self.first + index, 128 * (self.arrivals + 1))
+
+
+def _bar(operation: str, index, threads: int) -> None:
+    @plgpu.inline_mgpu(arg_types=(SCALAR,))
+    def bar(_, index):
+        text = f"bar.{operation} $0, {threads};"
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [index.registers[()]], text, "r", has_side_effects=True)
+
+    bar(jnp.asarray(index, jnp.int32))
+
+
+# --- shared memory ----------------------------------------------------------------------------------------------------
+
+
+def st_shared_zero_rows(ref, first_row) -> None:
+    """Zeroes rows `first_row` and later of a 16-bit matrix `[slabs, rows, 64]`, by one warpgroup (`st.shared.v4.b32`).
+
+    The swizzle moves bytes only within a row of a slab, so clearing its 128 bytes clears the row.
+    """
+    count, rows, _ = ref.shape
+    if interpreting():
+        kept = jnp.arange(rows)[:, None] < first_row
+        for i in range(count):
+            ref[i] = jnp.where(kept, ref[i], 0).astype(ref.dtype)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TRANSFORMS), SCALAR))
+    def clear(_, ref, first):
+        thread = arith.remui(thread_index(), _int(128))
+        base = arith.addi(llvm.ptrtoint(_i32(), utils.memref_ptr(ref)), arith.muli(thread, _int(16)))
+        thread_row = arith.divui(thread, _int(8))  # 8 threads clear a row, 128 threads 16 rows
+        text = "{ .reg .pred p; .reg .b32 z; mov.b32 z, 0; setp.ge.s32 p, $1, $2; @p st.shared.v4.b32 [$0], {z, z, z, z}; }"
+        for i in range(count * rows // 16):
+            operands = [arith.addi(base, _int(i * 2048)), arith.addi(thread_row, _int(i * 16 % rows)), first.registers[()]]
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,r,r", has_side_effects=True)
+
+    clear(ref, jnp.asarray(first_row, jnp.int32))
+
+
+def stmatrix(array, ref) -> None:
+    """Stores a 16-bit `[64, columns]` array in registers to `ref [slabs, 64, 64]` (`stmatrix`), without bank conflicts."""
+    columns = array.shape[1]
+    if interpreting():
+        for i in range(slabs(columns)):
+            part = array[:, i * SLAB : (i + 1) * SLAB]
+            ref[i] = jnp.pad(part, ((0, 0), (0, SLAB - part.shape[1])))
+        return
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType(TRANSFORMS)))
+    def store(_, array, ref):
+        words = _pairs(array)  # per 8 columns: rows 0 to 7 of the warp, rows 8 to 15
+        thread = thread_index()
+        lane, warp = arith.remui(thread, _int(32)), arith.remui(arith.divui(thread, _int(32)), _int(4))
+        in_group, matrix_of_lane = arith.remui(lane, _int(8)), arith.divui(lane, _int(8))
+        row = arith.addi(arith.muli(warp, _int(16)), arith.addi(in_group, arith.muli(arith.remui(matrix_of_lane, _int(2)), _int(8))))
+        base = arith.addi(llvm.ptrtoint(_i32(), utils.memref_ptr(ref)), arith.muli(row, _int(2 * SLAB)))
+        second = arith.divui(matrix_of_lane, _int(2))  # lanes 16 to 31 give the addresses of the second 8 columns
+        for group in range(0, columns // 8, 2):
+            count = min(4, len(words) - 2 * group)
+            chunk = arith.xori(arith.addi(second, _int(group % 8)), in_group)
+            slab_start = (group // 8) * TILE_ROWS * 2 * SLAB
+            address = arith.addi(arith.addi(base, _int(slab_start)), arith.muli(chunk, _int(16)))
+            registers = ", ".join(f"${1 + i}" for i in range(count))
+            text = f"stmatrix.sync.aligned.m8n8.x{count}.shared.b16 [$0], {{{registers}}};"
+            operands = [address, *words[2 * group : 2 * group + count]]
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, ",".join("r" * (count + 1)), has_side_effects=True)
+
+    store(array, ref)
+
+
+# --- scalar instructions, for use inside `plgpu.inline_mgpu` bodies on the registers of an array ---------------------------
+
+
+def ex2(x):
+    """`ex2.approx.ftz.f32`: two to the power x, relative error 2^-22."""
+    return _instruction("ex2.approx.ftz.f32 $0, $1;", x)
+
+
+def fma(a, b, c):
+    """`fma.rn.ftz.f32`: a·b + c, rounded once."""
+    return _instruction("fma.rn.ftz.f32 $0, $1, $2, $3;", a, b, c)
+
+
+def add(a, b):
+    """`add.ftz.f32`."""
+    return _instruction("add.ftz.f32 $0, $1, $2;", a, b)
+
+
+def mul(a, b):
+    """`mul.ftz.f32`."""
+    return _instruction("mul.ftz.f32 $0, $1, $2;", a, b)
+
+
+def fmax(a, b):
+    """`max.f32`."""
+    return _instruction("max.f32 $0, $1, $2;", a, b)
+
+
+def shfl_bfly(x, mask: int):
+    """`shfl.sync.bfly.b32`: the value of the lane whose number differs in the bits of `mask`."""
+    return _instruction(f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, -1;", x)
+
+
+def vote_any(condition):
+    """`vote.sync.any`: whether the condition (i1) holds in any lane of the warp, as i1."""
+    text = "{ .reg .pred p, q; setp.ne.b32 p, $1, 0; vote.sync.any.pred q, p, -1; selp.b32 $0, 1, 0, q; }"
+    found = llvm.inline_asm(_i32(), [arith.extui(_i32(), condition)], text, "=r,r", has_side_effects=True)
+    return arith.cmpi(arith.CmpIPredicate.ne, found, _int(0))
+
+
+def thread_index():
+    """`%tid.x`, read where it stands: what the compiler derives from a hoisted one stays in registers through the loop."""
+    return llvm.inline_asm(_i32(), [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
+
+
+def lane_position():
+    """This thread's (first row, first column) in the WGMMA layout, as i32."""
+    thread = thread_index()
+    lane = arith.remui(thread, _int(32))
+    warp = arith.remui(arith.divui(thread, _int(32)), _int(4))
+    row = arith.addi(arith.muli(warp, _int(16)), arith.divui(lane, _int(4)))
+    return row, arith.muli(arith.remui(lane, _int(4)), _int(2))
+
+
+# --- registers of arrays ----------------------------------------------------------------------------------------------
+
+
+def scalars(array) -> list:
+    """The registers of a 32-bit array in the WGMMA or ROW layout as scalars. Element `i` of a `[64, n]` array is in row
+    `row_of(i)` (0 or 1: the thread's first or second row) and column `column_of(i)` after the thread's first column."""
+    if array.layout == fragmented_array.WGMMA_LAYOUT:
+        array = array.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
+    zero = ir.DenseI64ArrayAttr.get([0])
+    return [vector.extract(r, dynamic_position=[], static_position=zero) for r in array.registers.flat]
+
+
+def row_of(i: int) -> int:
+    return (i // 2) % 2
+
+
+def column_of(i: int) -> int:
+    return 8 * (i // 4) + i % 2
+
+
+def from_scalars(values: list):
+    """The `[64, len(values) // 2·...]` float32 array in the WGMMA layout whose registers these are (see `scalars`)."""
+    return _array([vector.broadcast(_vector(), x) for x in values])
+
+
+def rows_from_scalars(values: list, like):
+    """The float32 `[64]` array in the ROW layout whose two registers these are; `like` is any array of that layout."""
+    registers = np.empty(like.registers.shape, dtype=object)
+    for i, ix in enumerate(np.ndindex(registers.shape)):
+        registers[ix] = vector.broadcast(_vector(), values[i])
+    return fragmented_array.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
+
+
+def constant(value: float):
+    """A float32 constant."""
+    return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), float(value)))
+
+
+def _array(registers: list):
+    layout = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
+    shape = (TILE_ROWS, 2 * len(registers))
+    values = np.empty(layout.registers_shape(shape), dtype=object)
+    for i, ix in enumerate(np.ndindex(values.shape)):
+        values[ix] = registers[i]
+    array = fragmented_array.FragmentedArray(_registers=values, _layout=layout, _is_signed=None)
+    return array.to_layout(fragmented_array.WGMMA_LAYOUT)
+
+
+def _tied(registers: list, text: str) -> list:
+    """The registers after an instruction that reads and writes them as far as the compiler knows."""
+    count = len(registers)
+    outputs = llvm.inline_asm(
+        llvm.StructType.get_literal([_vector()] * count), registers, text,
+        ",".join(["=f"] * count + [str(i) for i in range(count)]), asm_dialect=0, has_side_effects=True,
+    )  # fmt: skip
+    return [llvm.extractvalue(_vector(), outputs, [i]) for i in range(count)]
+
+
+def _pairs(array) -> list:
+    """The registers of a 16-bit array, two elements to a 32-bit word."""
+    words = ir.VectorType.get((1,), _i32())
+    zero = ir.DenseI64ArrayAttr.get([0])
+    return [
+        vector.extract(vector.bitcast(words, r), dynamic_position=[], static_position=zero)
+        for r in array.registers.flat
+    ]
+
+
+def _instruction(text: str, *operands):
+    return llvm.inline_asm(ir.F32Type.get(), list(operands), text, "=f" + ",f" * len(operands))
+
+
+def _i32():
+    return ir.IntegerType.get_signless(32)
+
+
+def _int(value: int):
+    return arith.constant(_i32(), value)
+
+
+def _vector():
+    return ir.VectorType.get((1,), ir.F32Type.get())
+
+
+def _array_type(columns: int):
+    return plgpu.ShapeDtypeStruct((TILE_ROWS, columns), jnp.float32, layout=WGMMA)
+
+
+def row_type(dtype=jnp.float32):
+    """The type of a `[64]` array in the ROW layout, for `plgpu.inline_mgpu`."""
+    return plgpu.ShapeDtypeStruct((TILE_ROWS,), dtype, layout=ROW)
+
+
+array_type = _array_type
+
+
+def _scalar_type():
+    return plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+
+
+def _scalar_array(word):
+    return fragmented_array.FragmentedArray.splat(word, (), is_signed=True)

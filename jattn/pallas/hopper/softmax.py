@@ -1,0 +1,142 @@
+"""Online softmax on one score tile in registers: mask, running maximum and sum, rescaling of the accumulator.
+
+State per query row: `m`, the reference of the exponentials in log2 units (−inf before the first visible key), `[64]` in the
+ROW layout; `l`, the sum of weights as partial sums of 8 columns, `[64, 8]`, reduced over columns once, at the end.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jattn.pallas._compat import arith, interpreting, ir, plgpu, scf
+from jattn.pallas.hopper import ptx
+
+LAZY_THRESHOLD = 8.0  # in log2 units: weights stay below 2^8 of the row's reference
+
+
+def init_state(columns: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`(m, l, accumulator [64, columns])` of rows that have seen no key."""
+    m = plgpu.layout_cast(jnp.full((ptx.TILE_ROWS,), -jnp.inf, jnp.float32), ptx.ROW)
+    l = plgpu.layout_cast(jnp.zeros((ptx.TILE_ROWS, 8), jnp.float32), ptx.WGMMA)
+    accumulator = plgpu.layout_cast(jnp.zeros((ptx.TILE_ROWS, columns), jnp.float32), ptx.WGMMA)
+    return m, l, accumulator
+
+
+def mask_columns(s: jax.Array, low: jax.Array | None, high: jax.Array | None) -> jax.Array:
+    """Scores with −inf outside columns `[low, high)` of each row; bounds are int32 `[64]` or `[]`, relative to the tile.
+
+    The bound, less the thread's first column, is compared with a constant per register. A tile of column numbers would be
+    hoisted out of the loop by the compiler, one register per element, and spill.
+    """
+    if low is None and high is None:
+        return s
+    if interpreting():
+        column = jnp.arange(s.shape[1])
+        keep = jnp.ones(s.shape, bool)
+        keep = keep if high is None else keep & (column < high.reshape(-1, 1))
+        keep = keep if low is None else keep & (column >= low.reshape(-1, 1))
+        return jnp.where(keep, s, -jnp.inf)
+    bounds = [x for x in (low, high) if x is not None]
+
+    layouts = [ptx.ROW if x.ndim else ptx.SCALAR for x in bounds]
+
+    @plgpu.inline_mgpu(arg_types=(ptx.WGMMA, *layouts), return_type=ptx.array_type(s.shape[1]))
+    def mask(_, s, *bounds):
+        _, first_column = ptx.lane_position()
+        bounds = [[x.registers[()]] * 2 if x.shape == () else ptx.scalars(x) for x in bounds]
+        bounds = [[arith.subi(b, first_column) for b in rows] for rows in bounds]
+        lows = bounds[0] if low is not None else None
+        highs = bounds[-1] if high is not None else None
+        masked, values = ptx.constant(-jnp.inf), ptx.scalars(s)
+        for i, x in enumerate(values):
+            column = arith.constant(ir.IntegerType.get_signless(32), ptx.column_of(i))
+            if highs is not None:
+                x = arith.select(arith.cmpi(arith.CmpIPredicate.sgt, highs[ptx.row_of(i)], column), x, masked)
+            if lows is not None:
+                x = arith.select(arith.cmpi(arith.CmpIPredicate.sle, lows[ptx.row_of(i)], column), x, masked)
+            values[i] = x
+        return ptx.from_scalars(values)
+
+    return mask(s, *bounds)
+
+
+def online_softmax(s, m, l, factor: float, *, may_be_empty: bool, lazy: bool):
+    """One step: `(p, m, l, alpha)` for scores `s [64, n]`, where weights are `p = 2^(factor·s − m)` and what was
+    accumulated under the old `m` is to be multiplied by `alpha [64]`.
+
+    Args:
+        factor: positive; turns scores into log2 units.
+        may_be_empty: whether a row may have no visible key up to and including this tile.
+        lazy: keep the old `m` until the maximum exceeds it by `LAZY_THRESHOLD`; alpha is then exactly 1.
+    """
+    if interpreting():
+        new = jnp.maximum(m, s.max(axis=1) * factor)
+        new = jnp.where(new > m + LAZY_THRESHOLD, new, m) if lazy else new
+        shift = jnp.where(new == -jnp.inf, 0.0, new)
+        alpha = jnp.exp2(m - shift)
+        p = jnp.exp2(s * factor - shift[:, None])
+        return p, new, l * alpha[:, None] + p.reshape(p.shape[0], -1, 8).sum(1), alpha
+    columns = s.shape[1]
+
+    @plgpu.inline_mgpu(
+        arg_types=(ptx.WGMMA, ptx.ROW, ptx.WGMMA),
+        return_type=(ptx.array_type(columns), ptx.row_type(), ptx.array_type(8), ptx.row_type()),
+    )
+    def step(_, s, m, l):
+        scores, old, sums, c = ptx.scalars(s), ptx.scalars(m), ptx.scalars(l), ptx.constant(factor)
+        new, negated, alpha = [], [], []
+        for row in range(2):
+            top = ptx.mul(_row_maximum([x for i, x in enumerate(scores) if ptx.row_of(i) == row]), c)
+            if lazy:
+                grown = arith.cmpf(arith.CmpFPredicate.OGT, top, ptx.add(old[row], ptx.constant(LAZY_THRESHOLD)))
+                new.append(arith.select(grown, top, old[row]))
+            else:
+                new.append(ptx.fmax(old[row], top))
+            shift = arith.negf(new[row])
+            if may_be_empty:
+                empty = arith.cmpf(arith.CmpFPredicate.OEQ, new[row], ptx.constant(-jnp.inf))
+                shift = arith.select(empty, ptx.constant(0.0), shift)
+            negated.append(shift)
+            alpha.append(ptx.ex2(ptx.add(old[row], shift)))
+        p = [ptx.ex2(ptx.fma(x, c, negated[ptx.row_of(i)])) for i, x in enumerate(scores)]
+        for j in range(4):  # the thread's four partial sums
+            sums[j] = ptx.fma(sums[j], alpha[ptx.row_of(j)], p[j])
+            for x in p[j + 4 :: 4]:
+                sums[j] = ptx.add(sums[j], x)
+        return (
+            ptx.from_scalars(p), ptx.rows_from_scalars(new, m), ptx.from_scalars(sums), ptx.rows_from_scalars(alpha, m),
+        )  # fmt: skip
+
+    return step(s, m, l)
+
+
+def _row_maximum(values: list):
+    """Over one row's registers in four independent chains, then over the four lanes that share the row."""
+    chains = values[:4]
+    for i, x in enumerate(values[4:]):
+        chains[i % 4] = ptx.fmax(chains[i % 4], x)
+    top = ptx.fmax(ptx.fmax(chains[0], chains[1]), ptx.fmax(chains[2], chains[3]))
+    top = ptx.fmax(top, ptx.shfl_bfly(top, 1))
+    return ptx.fmax(top, ptx.shfl_bfly(top, 2))
+
+
+def rescale(accumulator: jax.Array, alpha: jax.Array, *, lazy: bool) -> jax.Array:
+    """`accumulator [64, n] · alpha [64]`. With `lazy`, a warp whose alphas are all 1 skips the multiplications."""
+    if interpreting() or not lazy:
+        return accumulator * lax.broadcast_in_dim(alpha, accumulator.shape, [0])
+    columns = accumulator.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(ptx.WGMMA, ptx.ROW), return_type=ptx.array_type(columns))
+    def scale(_, accumulator, alpha):
+        values, factors = ptx.scalars(accumulator), ptx.scalars(alpha)
+        changed = [arith.cmpf(arith.CmpFPredicate.ONE, x, ptx.constant(1.0)) for x in factors]
+        branch = scf.IfOp(
+            ptx.vote_any(arith.ori(*changed)), results_=[ir.F32Type.get()] * len(values), has_else=True
+        )
+        with ir.InsertionPoint(branch.then_block):
+            scf.yield_([ptx.mul(x, factors[ptx.row_of(i)]) for i, x in enumerate(values)])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(values)
+        return ptx.from_scalars(list(branch.results))
+
+    return scale(accumulator, alpha)

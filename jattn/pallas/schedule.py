@@ -1,0 +1,77 @@
+"""Which query tile each persistent block works on, and when.
+
+A kernel launches one block per multiprocessor, and each works through its own list of tiles. The lists are what a dynamic
+scheduler would have dealt: the tiles in a fixed order, each to the block that is free first, simulated at trace time. No
+counter, no atomics, and the same order on every run.
+"""
+
+import functools
+import heapq
+
+import numpy as np
+
+# Above this number of tiles per block the simulation gains less than it costs to trace.
+MAX_SIMULATED_TILES = 1 << 16
+TILE_OVERHEAD = 1.5  # prologue and epilogue of a tile, in key blocks
+
+
+def section_size(pairs: int, group: int, bytes_per_kv_head: int, section_bytes: int) -> int:
+    """How many of `pairs` (batch, head) pairs are worked on together: a power of two of key/value heads that fit
+    `section_bytes` of L2, whole groups of query heads, and a divisor of `pairs`."""
+    heads = 1
+    while heads * 2 * bytes_per_kv_head <= section_bytes:
+        heads *= 2
+    size = min(pairs, heads * group)
+    while pairs % size:
+        size -= 1
+    return size
+
+
+def tile_order(pairs: int, costs: np.ndarray, section: int) -> np.ndarray:
+    """Work items `pair · tiles + tile`: section by section, in each the longest tiles of all its pairs first."""
+    tiles = len(costs)
+    longest_first = np.argsort(-costs, kind="stable")
+    pair = np.arange(pairs).reshape(-1, 1, section)
+    return (pair * tiles + longest_first[None, :, None]).reshape(-1).astype(np.int32)
+
+
+@functools.lru_cache(maxsize=256)
+def table(pairs: int, costs: tuple[float, ...], section: int, blocks: int) -> np.ndarray:
+    """int32 `[rounds + 1, blocks]`: the items of each block in order, and in the last row how many it has (at least 1).
+
+    Args:
+        pairs: number of (batch, head) pairs.
+        costs: of each tile of a pair, in key blocks.
+        section: pairs worked on together, a divisor of `pairs`.
+        blocks: persistent thread blocks, at most `pairs · len(costs)`.
+    """
+    costs_array = np.asarray(costs, np.float64)
+    order = tile_order(pairs, costs_array, section)
+    rounds = -(-len(order) // blocks)
+    if len(order) > MAX_SIMULATED_TILES or costs_array.min() == costs_array.max():
+        dealt = np.full(rounds * blocks, -1, np.int32)
+        dealt[: len(order)] = order
+        dealt = dealt.reshape(rounds, blocks)
+    else:
+        dealt = _simulate(order, costs_array[order % len(costs)] + TILE_OVERHEAD, blocks)
+    return np.concatenate([dealt, (dealt >= 0).sum(0, keepdims=True).astype(np.int32)])
+
+
+def _simulate(order: np.ndarray, costs: np.ndarray, blocks: int) -> np.ndarray:
+    free = [(0.0, block) for block in range(blocks)]
+    lists: list[list[int]] = [[] for _ in range(blocks)]
+    for item, cost in zip(order.tolist(), costs.tolist(), strict=True):
+        time, block = free[0]
+        lists[block].append(item)
+        heapq.heapreplace(free, (time + cost, block))
+    dealt = np.full((max(map(len, lists)), blocks), -1, np.int32)
+    for block, items in enumerate(lists):
+        dealt[: len(items), block] = items
+    return dealt
+
+
+def imbalance(dealt: np.ndarray, costs: tuple[float, ...]) -> float:
+    """Time of the busiest block over the mean, for a table and the costs it was made from."""
+    items = dealt[:-1]
+    cost = np.where(items >= 0, np.asarray(costs)[items % len(costs)] + TILE_OVERHEAD, 0.0).sum(0)
+    return float(cost.max() / cost.mean())
