@@ -167,7 +167,7 @@ def mask(x: Any, *, is_causal, local_window_size, segment_ids, key_lengths):
     if local_window_size is not None:
         terms.append(_window(local_window_size))
     if key_lengths is not None:
-        terms.append(masks.Lengths(key_lengths))
+        terms.append(masks.lengths(key_lengths))
     if segment_ids is not None:
         terms.append(masks.segments(*(segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids,))))
     if x is not None:

@@ -159,3 +159,45 @@ class Grid:
             x = jnp.pad(x, widths, constant_values=padding)
             x = operation(x.reshape(*x.shape[:axis], count, block, *x.shape[axis + 1 :]), axis=axis + 1)
         return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a mask is bound against: leading batch axes, heads, T and S. `sequences` is
+    the number of packed sequences, or None when each batch row is one."""
+
+    batch: tuple[int, ...]
+    heads: int
+    num_queries: int
+    num_keys: int
+    sequences: int | None = None
+
+    def per_sequence(self, x, name):
+        """An int or `[*B]` array as `[B or 1, 1, 1, 1]` int32 (or the int itself)."""
+        if isinstance(x, int | np.integer):
+            return int(x)
+        want = self.batch if self.sequences is None else (self.sequences,)
+        if x.ndim and x.shape != want:
+            raise ValueError(f"{name} has shape {x.shape}; expected one number a sequence, {want}")
+        return x.astype(jnp.int32).reshape(-1, 1, 1, 1)
+
+    def per_token(self, x, name, axis):
+        """`[T]` or `[*B, T]` ids as `[B or 1, 1, T, 1]` (axis 2), or keys as `[B or 1, 1, 1, S]` (axis 3)."""
+        length = (self.num_queries, self.num_keys)[axis - 2]
+        if x.shape not in ((length,), (*self.batch, length)):
+            raise ValueError(f"{name} has shape {x.shape}; expected {(length,)} or {(*self.batch, length)}")
+        batch = math.prod(x.shape[:-1])
+        return x.reshape((batch, 1, length, 1) if axis == 2 else (batch, 1, 1, length))
+
+    def scores(self, x, name):
+        """An array that broadcasts to `[*B, N, T, S]`, as `[B or 1, N or 1, T or 1, S or 1]`."""
+        want = (*self.batch, self.heads, self.num_queries, self.num_keys)
+        shape = (1,) * (len(want) - x.ndim) + x.shape
+        if len(shape) != len(want) or any(a not in (1, b) for a, b in zip(shape, want, strict=True)):
+            axes = "[*B, N, T, S]" if self.sequences is None else "[N, T, S] of packed rows and columns"
+            raise ValueError(f"{name} has shape {x.shape}, which does not broadcast to {axes} = {want}")
+        lead = shape[: len(self.batch)]
+        if any(a != 1 for a in lead) and lead != self.batch:  # broadcast over some batch axes and not others
+            shape = self.batch + shape[len(self.batch) :]
+            x = jnp.broadcast_to(x.reshape((1,) * (len(want) - x.ndim) + x.shape), shape)
+        return x.reshape((math.prod(shape[: len(self.batch)]), *shape[len(self.batch) :]))

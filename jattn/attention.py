@@ -8,8 +8,9 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from jattn import _check, _dispatch, masks
+from jattn import _check, _dispatch
 from jattn._problem import Context, Differentiable, Options, Problem
+from jattn._tile import Shape
 from jattn._varying import vary, varying_axes
 
 __all__ = ["attention", "explain"]
@@ -131,7 +132,7 @@ def _prepare(
     *batch, T, N, H = query.shape
     batch, S = tuple(batch), key.shape[-3]
     B = math.prod(batch)
-    shape = masks.Shape(batch, N, T, S)
+    shape = Shape(batch, N, T, S)
     query_lengths = _check.lengths(query_seq_lengths, "query_seq_lengths", batch)
     key_lengths = _check.lengths(key_value_seq_lengths, "key_value_seq_lengths", batch)
     static_offset, offset = _check.offset(

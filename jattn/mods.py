@@ -103,7 +103,7 @@ def relative_bias(table) -> ScoreMod:
 
 
 def bind(mod: ScoreMod, shape, offset) -> ScoreMod:
-    """The modifier with aux checked against `shape` (a `masks.Shape`) and tables spread over the diagonals.
+    """The modifier with aux checked against `shape` (a `Shape`) and tables spread over the diagonals.
 
     `offset` is the query offset: an int or `[B or 1, 1, 1, 1]`. A diagonal array holds the value of index distance
     `s - t` at `s - t + T - 1`.

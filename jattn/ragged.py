@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from jattn import _check, masks
+from jattn import _check
 from jattn._problem import Context, Differentiable
+from jattn._tile import Shape
 from jattn.attention import describe, run, without_arrays
 
 __all__ = ["ragged_attention"]
@@ -78,7 +79,7 @@ def ragged_attention(
     if cu_keys.shape != cu_queries.shape:
         raise ValueError(f"cu_seqlens_k has shape {cu_keys.shape}; cu_seqlens_q has {cu_queries.shape}")
     M = cu_queries.shape[0] - 1
-    shape = masks.Shape((), N, Tq, Tk, sequences=M)
+    shape = Shape((), N, Tq, Tk, sequences=M)
     query_lengths = _check.lengths(query_seq_lengths, "query_seq_lengths", (M,))
     key_lengths = _check.lengths(key_value_seq_lengths, "key_value_seq_lengths", (M,))
     static_offset, offset = _check.offset(
