@@ -1,5 +1,6 @@
 """jattn: exact attention for JAX."""
 
+from jattn import debug as debug
 from jattn import masks as masks
 from jattn import mods as mods
 from jattn._version import __version__ as __version__
@@ -8,14 +9,15 @@ from jattn.attention import explain as explain
 from jattn.partials import empty as empty
 from jattn.partials import merge as merge
 from jattn.ragged import ragged_attention as ragged_attention
-from jattn.rope import Llama3Scaling as Llama3Scaling
 from jattn.rope import LinearScaling as LinearScaling
+from jattn.rope import Llama3Scaling as Llama3Scaling
 from jattn.rope import rope as rope
 
 __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "attention",
+    "debug",
     "empty",
     "explain",
     "masks",
