@@ -14,22 +14,24 @@ def eps(dtype):
     return float(ml_dtypes.finfo(dtype).eps)
 
 
-def check(name, got, truth, baselines, dtype):
-    """max|got − truth| / max|truth| ≤ 2 · (the same for the baseline) + 2 · eps(dtype). A truth of zeros asks for zeros.
+def check(name, got, truth, baselines, dtype, size=0.0):
+    """max|got − truth| / max|truth| ≤ 2 · (the same for the baseline) + 2 · eps(dtype). Zeros ask for zeros.
 
-    The baseline's error is the largest of several `baselines`: small arrays do not even out luck.
+    The baseline's error is the largest of several `baselines`, because small arrays do not even out luck. An array of a
+    coarser dtype is held to that dtype. `size` is a floor of max|truth|, for a single number that may cancel.
     """
     # In float64 the baseline is the truth to many digits; a wrong one would excuse a wrong kernel.
     exact = str(dtype) == str(np.asarray(baselines[0]).dtype) == "float64"
+    precision = max(eps(dtype), eps(got.dtype))
     got, truth, *baselines = (np.asarray(x).astype(np.float64) for x in (got, truth, *baselines))
     assert {got.shape} == {x.shape for x in (truth, *baselines)}, f"{name}: {got.shape} should be {truth.shape}"
     assert np.isfinite(got).all(), f"{name}: {np.count_nonzero(~np.isfinite(got))} of {got.size} entries are not finite"
     if not truth.size:
         return
-    size = np.abs(truth).max()
+    size = max(size, np.abs(truth).max())
     error, yardstick = np.abs(got - truth).max(), max(np.abs(x - truth).max() for x in baselines)
     assert not exact or yardstick <= 1e-10 * max(size, 1), f"{name}: the baseline is off by {yardstick:.3g}"
-    assert error <= 2 * yardstick + 2 * eps(dtype) * size, (
+    assert error <= 2 * yardstick + 2 * precision * size, (
         f"{name}: error {error:.3g} of {size:.3g}, the dense baseline's is {yardstick:.3g} in {dtype}"
     )
 
@@ -74,7 +76,7 @@ def attention(problem, call, primals=None, *, score_mod=None, aux=None, fold=Non
     for name in got.keys() - {"aux"}:
         assert got[name].dtype == primals[name].dtype, f"d{name} is {got[name].dtype}, its primal {primals[name].dtype}"
         gradient, baselines = flatten(name, got[name]), [y[name] for y in yards]
-        check("d" + name, gradient, truth[name], baselines, dtype)
+        check("d" + name, gradient, truth[name], baselines, dtype, truth["scale_terms"] if name == "scale" else 0.0)
     for i, gradient in enumerate(got.get("aux", ())):
         back = fold or (lambda a, shape=gradient.shape: np.reshape(a, shape))
         want, baselines = back(truth["aux"][i]), [back(y["aux"][i]) for y in yards]

@@ -126,7 +126,7 @@ def backward(p, dout, dlse=None):
     B, T, N, _ = p.query.shape
     dq, dk, dv = (np.zeros(x.shape) for x in (p.query, p.key, p.value))
     dbias, daux = _Sum(np.shape(p.bias)), [_Sum(np.shape(a)) for a in p.aux]
-    dsinks, dscale = _Sum((N, 1, 1)), _Sum(())
+    dsinks, dscale, squares = _Sum((N, 1, 1)), _Sum(()), _Sum(())
     for b in range(B):
         for n in range(N):
             f = _slice_forward(p, b, n)
@@ -146,6 +146,7 @@ def backward(p, dout, dlse=None):
             if p.bias is not None:
                 dbias.add(ds, b, n)
             dscale.add(ds * f["qk"], b, n)
+            squares.add((ds * f["qk"]) ** 2, b, n)
             dq[b, :, n] += _scale(p) * ds @ f["k"]
             dk[b, :, f["kv"]] += _scale(p) * ds.T @ f["q"]
             dv[b, :, f["kv"]] += (f["prob"] * f["factor"]).T @ g
@@ -156,6 +157,7 @@ def backward(p, dout, dlse=None):
         bias=dbias.total,
         sinks=dsinks.total[:, 0, 0],
         scale=dscale.total,
+        scale_terms=np.sqrt(squares.total),  # the size that a sum of as many independent terms would have
         aux=[s.total for s in daux],
     )
 
