@@ -1,0 +1,107 @@
+"""The README's table of what each implementation runs, asked of the implementations themselves.
+
+    ./run python docs/support_table.py      rewrites the table in README.md
+"""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct as Array
+
+import jattn
+from jattn import _dispatch, masks, mods
+from jattn._problem import Problem
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+START, END = "<!-- support table: ./run python docs/support_table.py -->", "<!-- end of support table -->"
+
+
+def attention(dtype="bfloat16", T=1024, S=1024, N=8, K=8, H=128, D=128, **options):
+    """name -> None or the reason for refusing this call, by every implementation of `attention`."""
+    shapes = (2, T, N, H), (2, S, K, H), (2, S, K, D)
+    with jax.enable_x64(True):
+        arrays = [Array(shape, dtype) for shape in shapes]
+        names = _dispatch.names("attention")
+        found = {name: jattn.explain(*arrays, implementation=name, **options) for name in names}
+    return {name: told.refused.get(name) for name, told in found.items()}
+
+
+def ragged(**features):
+    """The same of `ragged_attention`, for 8 sequences packed into 4096 rows."""
+    problem = Problem(
+        op="ragged_attention", B=1, T=4096, S=4096, N=8, K=8, H=128, D=128, dtype="bfloat16", sequences=8, **features
+    )
+    names = _dispatch.names(problem.op)
+    return {name: _dispatch.explain(problem, name, None).refused.get(name) for name in names}
+
+
+def gain(score, b, n, t, s, value):
+    return score * value
+
+
+def stride(b, n, t, s):
+    return (t - s) % 4 == 0
+
+
+def rows():
+    """(what is asked for, name -> None or reason); where nothing else is said, bfloat16, T = S, N = K, H = D = 128."""
+    lengths, heads = Array((2,), "int32"), Array((8,), "float32")
+    yield "bfloat16", attention()
+    yield "float16", attention("float16")
+    yield "float32", attention("float32")
+    yield "float64", attention("float64")
+    yield "grouped heads (N = 8, K = 2)", attention(K=2)
+    yield "T = 17, S = 1000", attention(T=17, S=1000)
+    yield "H = 192, D = 128", attention(H=192)
+    yield "H = D = 40", attention(H=40, D=40)
+    yield "causal", attention(is_causal=True)
+    yield "window", attention(local_window_size=(255, 0))
+    yield "lengths", attention(query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+    yield "query_offset, one a sequence", attention(query_offset=lengths, is_causal=True)
+    yield "segment ids (packed documents)", attention(segment_ids=Array((2, 1024), "int32"))
+    yield "prefix", attention(mask=masks.prefix(lengths))
+    yield "block-sparse mask", attention(mask=masks.blocks(Array((8, 8), "bool"), 128))
+    yield "predicate mask", attention(mask=masks.predicate(stride))
+    yield "any bool mask", attention(mask=Array((2, 8, 1024, 1024), "bool"))
+    yield "bias, with its gradient", attention(bias=Array((8, 1024, 1024), "float32"))
+    yield "score_mod with arrays", attention(score_mod=mods.score_mod(gain, jnp.ones((8, 1, 1))))
+    yield "relative_bias", attention(score_mod=mods.relative_bias(jnp.ones((8, 255))))
+    yield "soft cap", attention(logits_soft_cap=30.0)
+    yield "sinks", attention(sinks=heads)
+    yield "dropout", attention(dropout_rate=0.1, dropout_key=Array((2,), "uint32"))
+    yield "deterministic=True", attention(deterministic=True)
+    yield "`ragged_attention`", ragged()
+    yield "`ragged_attention`, causal", ragged(mask=repr(masks.causal()))
+
+
+def table():
+    """The Markdown between the two markers."""
+    asked = list(rows())
+    names = list(dict.fromkeys(name for _, answers in asked for name in answers))
+    reasons = list(dict.fromkeys(reason for _, answers in asked for reason in answers.values() if reason))
+
+    def cell(answers, name):
+        reason = answers.get(name, "")
+        return "yes" if reason is None else f"no ({reasons.index(reason) + 1})" if reason else "no"
+
+    lines = [["call", *(f'`"{name}"`' for name in names)], ["---"] * (len(names) + 1)]
+    lines += [[what, *(cell(answers, name) for name in names)] for what, answers in asked]
+    notes = [f"{i}. {reason}" for i, reason in enumerate(reasons, 1)]
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), *([""] if notes else []), *notes])
+
+
+def within(text):
+    """`text` before the table, the table, and after it."""
+    before, rest = text.split(START)
+    old, after = rest.split(END)
+    return before, old.strip(), after
+
+
+def main():
+    before, _, after = within(README.read_text())
+    README.write_text(f"{before}{START}\n\n{table()}\n\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
