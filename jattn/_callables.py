@@ -11,6 +11,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -31,8 +32,24 @@ class Callable:
         self.function = function
         self._key = _identity(function, line)
 
-    def __call__(self, *args):
-        return self.function(*args)
+    def on_tile(self, *args):
+        """The function at every element of a tile: `args` have four axes each, of size 1 where they broadcast.
+
+        Mapping it over the axes one by one, instead of calling it on whole arrays, makes it elementwise whatever it
+        does: it only ever sees scalars, so no reduction in it can depend on where a tile ends.
+        """
+        shape = jnp.broadcast_shapes(*(a.shape for a in args))
+        mapped = self._on_scalars
+        for axis in (3, 2, 1, 0):
+            if shape[axis] != 1:
+                mapped = jax.vmap(mapped, in_axes=[0 if a.shape[axis] != 1 else None for a in args])
+        return mapped(*(a.reshape([n for n in a.shape if n != 1]) for a in args)).reshape(shape)
+
+    def _on_scalars(self, *args):
+        out = jnp.asarray(self.function(*args))
+        if out.shape != ():
+            raise TypeError(f"{self!r} returned shape {out.shape} for one element; it must return a scalar")
+        return out
 
     def __eq__(self, other):
         return isinstance(other, Callable) and self._key == other._key

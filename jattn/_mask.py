@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn._tile import Grid, Rows, Shape, Tile
+from jattn._tile import Grid, Rows, Shape, Tile, maximum, minimum
 
 
 def mask_class(cls):
@@ -209,7 +209,7 @@ class And(Mask):
 
     def span(self, rows):
         (a, b), (c, d) = self.left.span(rows), self.right.span(rows)
-        return jnp.maximum(a, c), jnp.minimum(b, d)
+        return maximum(a, c), minimum(b, d)
 
     def key_limit(self):
         limits = [x for x in (self.left.key_limit(), self.right.key_limit()) if x is not None]
@@ -223,7 +223,7 @@ class And(Mask):
         mine, theirs = self.left.row_interval(position, num_keys), self.right.row_interval(position, num_keys)
         if mine is None or theirs is None:
             return None
-        return jnp.maximum(mine[0], theirs[0]), jnp.minimum(mine[1], theirs[1])
+        return maximum(mine[0], theirs[0]), minimum(mine[1], theirs[1])
 
 
 @mask_class
@@ -242,11 +242,11 @@ class Or(Mask):
 
     def span(self, rows):
         (a, b), (c, d) = self.left.span(rows), self.right.span(rows)
-        return jnp.minimum(a, c), jnp.maximum(b, d)
+        return minimum(a, c), maximum(b, d)
 
     def key_limit(self):
         limits = self.left.key_limit(), self.right.key_limit()
-        return None if None in limits else jnp.maximum(*limits)
+        return None if any(x is None for x in limits) else jnp.maximum(*limits)
 
     def possible(self, grid):
         (a, b), (c, d) = self.left.possible(grid), self.right.possible(grid)

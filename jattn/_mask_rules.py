@@ -81,7 +81,7 @@ class Prefix(Mask):
         return Prefix(shape.per_sequence(self.length, "prefix length"))
 
     def tile(self, tile):
-        return (tile.key_index <= tile.query_position) | (tile.key_index < _picked(tile, self.length))
+        return (tile.key_index <= tile.query_position) | (tile.key_index < tile.pick(self.length))
 
     def span(self, rows):
         return 0, jnp.maximum(rows.last + 1, rows.high(self.length))
@@ -91,8 +91,7 @@ class Prefix(Mask):
         return (start <= last) | (start < self.length), (end <= first) | (end < self.length)
 
     def row_interval(self, position, num_keys):
-        length = self.length if isinstance(self.length, int) else self.length.reshape(-1, 1)
-        return jnp.zeros_like(position), jnp.maximum(position + 1, length)
+        return jnp.zeros_like(position), jnp.maximum(position + 1, self.length.reshape(-1, 1))
 
     def sizes(self):
         return jnp.size(self.length), 1
@@ -110,7 +109,7 @@ class Lengths(Mask):
         return Lengths(shape.per_sequence(self.length, "key lengths"))
 
     def tile(self, tile):
-        return tile.key_index < _picked(tile, self.length)
+        return tile.key_index < tile.pick(self.length)
 
     def span(self, rows):
         return 0, rows.high(self.length)
@@ -123,8 +122,7 @@ class Lengths(Mask):
         return start < self.length, end < self.length
 
     def row_interval(self, position, num_keys):
-        length = self.length if isinstance(self.length, int) else self.length.reshape(-1, 1)
-        return jnp.zeros_like(position), jnp.zeros_like(position) + length
+        return jnp.zeros_like(position), jnp.zeros_like(position) + self.length.reshape(-1, 1)
 
     def sizes(self):
         return jnp.size(self.length), 1
@@ -229,10 +227,10 @@ class Predicate(Mask):
 
     def tile(self, tile):
         aux = [tile.cut(a) for a in self.aux]
-        visible = self.function(tile.batch, tile.head, tile.query_position, tile.key_index, *aux)
-        if jnp.result_type(visible) != jnp.bool_:
-            raise TypeError(f"predicate {self.function!r} returned {jnp.result_type(visible)}; it must return bool")
-        return jnp.asarray(visible).reshape((1,) * (4 - jnp.ndim(visible)) + jnp.shape(visible))
+        visible = self.function.on_tile(tile.batch, tile.head, tile.query_position, tile.key_index, *aux)
+        if visible.dtype != jnp.bool_:
+            raise TypeError(f"predicate {self.function!r} returned {visible.dtype}; it must return bool")
+        return visible
 
     def sizes(self):
         return (
@@ -279,10 +277,6 @@ class Tree(Mask):
 
     def sizes(self):
         return _leading(self.ancestors, 2), 1
-
-
-def _picked(tile, x):
-    return x if isinstance(x, int) else tile.pick(x)
 
 
 def _rectangles(x, grid, block):

@@ -11,8 +11,17 @@ from functools import cached_property
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+
+
+def minimum(x, y):
+    """jnp.minimum that keeps two Python ints a Python int: under x64 an array made of one is int64, not int32."""
+    return min(x, y) if isinstance(x, int) and isinstance(y, int) else jnp.minimum(x, y)
+
+
+def maximum(x, y):
+    """jnp.maximum, with Python ints kept as in `minimum`."""
+    return max(x, y) if isinstance(x, int) and isinstance(y, int) else jnp.maximum(x, y)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,18 +116,11 @@ class Rows:
     num_keys: int
     sequence: Any = None
 
-    def low(self, x):
-        return jnp.min(self._pick(x))
-
     def high(self, x):
-        return jnp.max(self._pick(x))
-
-    def _pick(self, x):
-        if isinstance(x, int | np.integer):
-            return x
+        """The greatest of the per-sequence numbers `x [B or 1, 1, 1, 1]` of these rows."""
         if self.sequence is not None and x.shape[0] != 1:
             x = lax.dynamic_slice_in_dim(x, self.sequence, 1, 0)
-        return x
+        return jnp.max(x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,9 +175,9 @@ class Shape:
     sequences: int | None = None
 
     def per_sequence(self, x, name):
-        """An int or `[*B]` array as `[B or 1, 1, 1, 1]` int32 (or the int itself)."""
-        if isinstance(x, int | np.integer):
-            return int(x)
+        """An int or `[*B]` array as `[B or 1, 1, 1, 1]` int32."""
+        if isinstance(x, int):
+            return jnp.full((1, 1, 1, 1), x, jnp.int32)
         want = self.batch if self.sequences is None else (self.sequences,)
         if x.ndim and x.shape != want:
             raise ValueError(f"{name} has shape {x.shape}; expected one number a sequence, {want}")

@@ -120,9 +120,9 @@ def predicate(function, *aux) -> Mask:
     """A rule in elementwise JAX: `function(b, n, t, s, *aux) -> bool`.
 
     Args:
-        function: b is the flat batch index (or the sequence index of packed sequences), n the head, t and s the
-            positions of query and key, all int32 and broadcastable against each other. It may close over Python
-            numbers, never over arrays.
+        function: called for one element, with int32 scalars: b is the flat batch index (or the sequence index of packed
+            sequences), n the head, t and s the positions of query and key. It may close over Python numbers, never over
+            arrays.
         *aux: arrays that broadcast to `[*B, N, T, S]`; the function receives them already at its element.
 
     Raises:

@@ -37,10 +37,10 @@ class ScoreMod:
     def __call__(self, score, b, n, t, s, *aux):
         """The modified scores of one tile, in the dtype of `score`."""
         aux = [a.astype(score.dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in aux]
-        new = jnp.asarray(self.function(score, b, n, t, s, *aux))
+        new = self.function.on_tile(score, b, n, t, s, *aux)
         if not jnp.issubdtype(new.dtype, jnp.floating):
             raise TypeError(f"{self!r} returned {new.dtype}; a score modifier must return floating-point scores")
-        return jnp.broadcast_to(new.astype(score.dtype), score.shape)
+        return new.astype(score.dtype)
 
 
 jax.tree_util.register_dataclass(ScoreMod, data_fields=["aux"], meta_fields=["function", "kinds", "name"])
@@ -50,11 +50,11 @@ def score_mod(function, *aux) -> ScoreMod:
     """A modifier in elementwise JAX: `function(score, b, n, t, s, *aux) -> score`.
 
     Args:
-        function: score has the accumulation dtype (float32, or float64 for float64 inputs); b is the flat batch index
-            (the sequence index of packed sequences), n the head, t and s the positions of query and key, all int32 and
-            broadcastable against the score. It may close over Python numbers, never over arrays.
+        function: called for one element: all its arguments are scalars. score has the accumulation dtype (float32, or
+            float64 for float64 inputs); b is the flat batch index (the sequence index of packed sequences), n the head,
+            t and s the positions of query and key, int32. It may close over Python numbers, never over arrays.
         *aux: arrays that broadcast to `[*B, N, T, S]`, differentiable; the function receives them already at its
-            element, floating ones in the dtype of the score.
+            element, a scalar; floating ones in the dtype of the score.
 
     Raises:
         TypeError: the function is not callable, closes over an array, or an aux is not an array.

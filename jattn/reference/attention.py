@@ -22,7 +22,7 @@ from jax import lax
 
 from jattn._philox import keep_mask
 from jattn._problem import accumulator
-from jattn._tile import Grid, Rows, Tile
+from jattn._tile import Grid, Rows, Tile, maximum, minimum
 from jattn._varying import vary, varying_axes
 
 
@@ -63,8 +63,7 @@ def forward(arrays, context, options):
     walk = Walk(arrays, context, options)
     out = walk.full((walk.B, walk.N, walk.T, walk.D), 0, walk.dtype)
     lse = walk.full((walk.B, walk.N, walk.T), -jnp.inf, walk.dtype)
-    if walk.T:
-        out, lse = walk.over_strips(lambda strip, state: _forward_strip(walk, strip, state), (out, lse))
+    out, lse = walk.over_strips(lambda strip, state: _forward_strip(walk, strip, state), (out, lse))
     return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
 
 
@@ -81,8 +80,7 @@ def backward(arrays, context, options, out, lse, dout, dlse):
         aux=tuple(walk.zeros(a) for a in walk.aux),
         sinks=walk.zeros(arrays.sinks),
     )
-    if walk.T:
-        totals = walk.over_strips(lambda strip, state: _backward_strip(walk, saved, strip, state), totals)
+    totals = walk.over_strips(lambda strip, state: _backward_strip(walk, saved, strip, state), totals)
     grads = dataclasses.replace(
         arrays,
         query=jnp.swapaxes(totals.query, 1, 2),
@@ -159,6 +157,8 @@ class Walk:
     # Loops.
 
     def over_strips(self, body, state):
+        if self.T == 0 or (self.packed and self._strip_ends.shape == (0,)):
+            return state
         count = self._strip_ends[-1] if self.packed else math.ceil(self.T / self.block_q)
         return self._loop(0, count, lambda r, state: body(self.strip(r), state), state)
 
@@ -237,9 +237,9 @@ class Walk:
         if self._order is not None:
             return 0, self._order[1][i], self._order[0][i]
         lo, hi = (0, rows.num_keys) if self.context.mask is None else self.context.mask.span(rows)
-        lo, hi = jnp.maximum(lo, 0), jnp.minimum(hi, rows.num_keys)
+        lo, hi = maximum(lo, 0), minimum(hi, rows.num_keys)
         first = lo // self.block_k
-        return first, jnp.maximum(-(-hi // self.block_k) - first, 0), None
+        return first, maximum(-(-hi // self.block_k) - first, 0), None
 
     def _block_lists(self):
         """For masks that are not intervals: the key blocks each strip can see, `(order [nq, nk], count [nq])`."""
