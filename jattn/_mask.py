@@ -273,7 +273,7 @@ class Not(Mask):
 
 def _operand(x) -> Mask:
     if not isinstance(x, Mask):
-        raise TypeError(f"a mask combines with masks, not with {type(x).__name__}: wrap an array in masks.dense")
+        raise TypeError(f"& and | combine masks with masks, not with {type(x).__name__}; wrap an array in masks.dense")
     return x
 
 
