@@ -1,20 +1,23 @@
-"""Forward softmax attention on compute capability 9.0 (H100, H200): `out = softmax(q·kᵀ) · v`, score tiles never leave registers.
+"""Forward softmax attention on compute capability 9.0 (H100, H200); score tiles never leave registers.
 
 Algorithm, for one tile of 64 query rows per warpgroup, over its key blocks from the last to the first:
-    s = q · k[block]ᵀ                           (tensor core)
-    m, l, p, alpha = online softmax of s        (one reference m and sum l per row)
-    o = o · alpha + p · v[block]                (tensor core)
-and at the end out = o / l, lse = log(sum of exponentials).
 
-Pipeline: one producer warpgroup copies q, k and v into rings of shared memory (TMA); two or three consumer warpgroups take
-turns on the tensor core, so that one computes exponentials while another multiplies. Within a warpgroup the product q·k of
-block i is issued with p·v of block i − 1, whose wait comes after the softmax of block i:
+    s = q · k[block]ᵀ                           (tensor core)
+    m, total, p, alpha = online softmax of s    (one reference m and one sum a row)
+    o = o · alpha + p · v[block]                (tensor core)
+
+and at the end out = o / total, lse = log of the sum of exponentials.
+
+Pipeline: one producer warpgroup copies q, k and v into rings of shared memory (TMA); two or three consumer warpgroups
+take turns on the tensor core, so that one computes exponentials while another multiplies. Within a warpgroup the
+product q·k of block i is issued with p·v of block i − 1, whose wait comes after the softmax of block i:
 
     producer     K0 Q0 | K1 V0 | K2 V1 | … | K0' V(n−1) Q0' …
     consumer     QK0 softmax0 | QK1 PV0, softmax1 under PV0 | … | QK0' PV(n−1), write out under QK0'
 
 Thread blocks are persistent: each walks its column of a table made by simulating a dynamic scheduler (`schedule.py`).
-Sources: FlashAttention-3 (Shah et al., 2024) for the overlap and the turns; Milakov and Gimelshein (2018) for the online softmax.
+Sources: FlashAttention-3 (Shah et al., 2024) for the overlap and the turns; Milakov and Gimelshein (2018) for the
+online softmax.
 """
 
 import dataclasses
@@ -27,13 +30,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jattn.pallas import configs, schedule
+from jattn._tile import Grid
+from jattn.pallas import configs, lowering, schedule
 from jattn.pallas._compat import kernel as launch
 from jattn.pallas._compat import pl, plgpu
-from jattn.pallas.hopper import ptx, softmax
+from jattn.pallas.hopper import dropout, ptx, scores, softmax
 
 _LOG2E = math.log2(math.e)
-_MULTIPROCESSORS = 132  # of an H100 or H200 SXM; more blocks than the card has would still run, one after another
+_MULTIPROCESSORS = 132  # of an H100 or H200 SXM; on a card with fewer, the rest of the blocks run afterwards
 _TURN_BARRIERS, _RING_BARRIERS = 5, 8  # first ids of the named barriers
 
 
@@ -42,7 +46,7 @@ _TURN_BARRIERS, _RING_BARRIERS = 5, 8  # first ids of the named barriers
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is compiled in. A length or offset that is None is read from `sequences` at run time.
+    """What is compiled in. A length or offset that is None is read from `Inputs.sequences` at run time.
 
     `left` and `right` bound the keys of a query at position p to `[p − left, p + right]`; None is unbounded.
     """
@@ -55,18 +59,36 @@ class Plan:
     H: int
     D: int
     dtype: Any
-    scale: float
+    scale: float | None  # None: traced
     left: int | None
     right: int | None
     offset: int | None
     key_length: int | None
     query_length: int | None
     config: configs.TileConfig
+    soft_cap: float | None = None
+    mod: Any = None
+    aux_kinds: tuple[str, ...] = ()
+    rule: Any = None  # of the mask, see `lowering.MaskSpec`
+    biased: bool = False
+    dropout_threshold: int = 0
+
+    @property
+    def modified(self) -> bool:
+        """Whether scores change on their way to the softmax; else the exponential's own factor scales them."""
+        # max(s) · scale is the maximum of the scaled scores only for a positive scale.
+        scaled = self.scale is None or not self.scale > 0
+        return scaled or self.biased or self.mod is not None or self.soft_cap is not None or self.rule is not None
 
     @property
     def factor(self) -> float:
         """Scores to log2 units."""
-        return self.scale * _LOG2E
+        return _LOG2E if self.modified else self.scale * _LOG2E
+
+    @property
+    def infinite(self) -> bool:
+        """Whether a score may be −inf without a bound or rule that says so."""
+        return self.biased or self.mod is not None
 
     @property
     def tiles(self) -> int:
@@ -80,11 +102,14 @@ class Plan:
     @property
     def masked(self) -> bool:
         """Whether any score may need masking."""
-        return not (self.left is None and self.right is None and self.key_length == self.S and self.S % self.config.block_k == 0)
+        bounded = self.left is not None or self.right is not None or self.rule is not None
+        return bounded or self.key_length != self.S or self.S % self.config.block_k != 0
 
     @property
     def one_masked_block(self) -> bool:
-        """Whether, coming from the last block, only the first one visited can be cut by an upper bound."""
+        """Whether, coming from the last block, only the first one visited can be cut by a rule or an upper bound."""
+        if self.rule is not None:
+            return False
         if self.right is None:
             return True
         aligned = self.offset is not None and (self.offset + self.right) % self.config.block_k == 0
@@ -101,22 +126,42 @@ class Plan:
         return min(low // self.config.block_k, end - 1), end
 
 
-# --- work of one thread block ------------------------------------------------------------------------------------------
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The kernel's inputs in HBM; None where the problem has none."""
+
+    q: Any  # [B, T, N, H]
+    k: Any  # [B, S, K, H]
+    v: Any  # [B, S, K, D]
+    table: Any  # int32 [rounds + 2, blocks]: items of each thread block, how many there are, and a zero
+    sequences: Any  # int32 [B, 3]: query offset, key length, query length
+    ranges: Any = None  # int32 [B or 1, N or 1, tiles, 4]: see `_visible_ranges`
+    scale: Any = None  # float32 [1]
+    bias: Any = None  # [B or 1, N or 1, T or 1, S or 1]
+    aux: tuple = ()  # like bias, or [B or 1, N or 1, T + S - 1] by diagonal
+    mask_arrays: tuple = ()  # like bias
+    sinks: Any = None  # float32 [N]
+    dropout_key: Any = None  # int32 [2]
+
+
+# --- work of one thread block -----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """One query tile: where it is and which key blocks it visits, as traced scalars. At least one block is visited."""
+    """One query tile: where it is and which key blocks it visits (at least one), as traced scalars."""
 
     batch: Any
     head: Any
     row: Any  # its first query row
-    position: Any  # of its first row on the key axis
+    position: Any  # of that row on the key axis
     key_length: Any
     query_length: Any
     begin: Any
     end: Any
-
+    whole_begin: Any = None  # blocks that every row sees whole, when `Inputs.ranges` says so
+    whole_end: Any = None
 
     @property
     def blocks(self):
@@ -138,7 +183,11 @@ def _tile(x, item) -> Tile:
     query_length = _i32(p.query_length) if p.query_length is not None else x.sequences[batch, 2]
     row = tile * p.config.rows
     position = row + offset
-    end, begin = jnp.minimum(_ceil_div(key_length, block_k), p.key_blocks), _i32(0)
+    if x.ranges is not None:
+        here = [jnp.minimum(i, n - 1) for i, n in zip((batch, head), x.ranges.shape[:2], strict=True)]
+        return Tile(batch, head, row, position, key_length, query_length, *(x.ranges[*here, tile, i] for i in range(4)))
+    # The table's zero keeps the trip count out of the compiler's sight: it would unroll short loops and spill.
+    end, begin = jnp.minimum(_ceil_div(key_length, block_k), p.key_blocks) + x.zero, _i32(0)
     if p.right is not None:
         last = jnp.minimum(row + p.config.rows, query_length) + offset - 1
         end = jnp.minimum(end, _ceil_div(last + p.right + 1, block_k))
@@ -153,7 +202,7 @@ def _i32(x):
 
 
 def _ceil_div(x, y: int):
-    """For x of either sign, rounding negative ones to 0 or above."""
+    """Of x of either sign; 0 for a negative one."""
     return lax.div(jnp.maximum(x, 0) + (y - 1), _i32(y))
 
 
@@ -167,13 +216,8 @@ def _ring(x, position):
 
 def _kernel(
     plan: Plan,
-    # inputs (GMEM)
-    q,  # [B, T, N, H]
-    k,  # [B, S, K, H]
-    v,  # [B, S, K, D]
-    table,  # int32 [rounds + 1, blocks]: items of each thread block; the last row counts them
-    sequences,  # int32 [B, 3]: query offset, key length, query length
-    # outputs (GMEM)
+    inputs: Inputs,
+    # outputs (HBM)
     out,  # [B, T, N, D]
     lse,  # float32 [B, N, T rounded up to tiles]
     *,
@@ -183,10 +227,10 @@ def _kernel(
     v_smem,  # [stages, slabs of D, block_k, 64]
     out_smem,  # [warpgroups, slabs of D, 64, 64], or None: through q_smem
     lse_smem,  # float32 [warpgroups, 64]
-    # barriers
+    # barriers; a TMA barrier takes one arrival a slab
     q_ready,  # [buffers · warpgroups] TMA: a query tile has landed
     q_free,  # [buffers · warpgroups] consumer: its last product with the query buffer is done
-    k_ready,  # [stages] TMA, one arrival per slab
+    k_ready,  # [stages] TMA
     v_ready,  # [stages] TMA
     v_landed,  # [1] TMA: a block that the producer has to clean before v_ready
     k_free,  # [stages] named: every consumer is done with the slot
@@ -194,13 +238,12 @@ def _kernel(
     turn,  # [warpgroups] named: the tensor core is this warpgroup's
 ):
     x = SimpleNamespace(
-        plan=plan, q=q, k=k, v=v, table=table, sequences=sequences, out=out, lse=lse, q_smem=q_smem, k_smem=k_smem,
-        v_smem=v_smem, out_smem=out_smem, lse_smem=lse_smem, q_ready=q_ready, q_free=q_free, k_ready=k_ready, v_ready=v_ready,
-        v_landed=v_landed, k_free=k_free, v_free=v_free, turn=turn, block=lax.axis_index("block"),
-        warpgroup=lax.axis_index("warpgroup"),
-    )  # fmt: skip
-    consumers = plan.config.warpgroups
-    x.items = table[table.shape[0] - 1, x.block]
+        plan=plan, **vars(inputs), out=out, lse=lse, q_smem=q_smem, k_smem=k_smem, v_smem=v_smem, out_smem=out_smem,
+        lse_smem=lse_smem, q_ready=q_ready, q_free=q_free, k_ready=k_ready, v_ready=v_ready, v_landed=v_landed,
+        k_free=k_free, v_free=v_free, turn=turn, block=lax.axis_index("block"), warpgroup=lax.axis_index("warpgroup"),
+    )
+    rounds, consumers = x.table.shape[0] - 2, plan.config.warpgroups
+    x.items, x.zero = x.table[rounds, x.block], x.table[rounds + 1, x.block]
 
     @pl.when(x.warpgroup == consumers)
     def _():
@@ -217,7 +260,7 @@ def _kernel(
 
 
 def _produce(x):
-    """Copies in the order in which the consumers need: the first keys of a tile before the last values of the one before."""
+    """Copies in the order of need: the first keys of a tile before the last values of the tile before."""
     buffers = x.q_smem.shape[0]
     first = _item(x, _i32(0))
     if buffers == 2:
@@ -252,7 +295,7 @@ def _produce(x):
 
 
 def _load_queries(x, tile, r):
-    """Query tile of round r, one copy per warpgroup and slab."""
+    """Query tile of round r, one copy a warpgroup and slab."""
     buffers, consumers = x.q_smem.shape[0], x.plan.config.warpgroups
     buffer = lax.rem(r, _i32(buffers))
     for w in range(consumers):
@@ -268,7 +311,7 @@ def _copy_in(x, rows, smem, barrier):
 
 
 def _slab(x, rows, i):
-    """Columns of slab i of `rows [rows, columns]` in HBM. TMA reads zeros past the last one and writes nothing there."""
+    """Columns of slab i of `rows [rows, columns]` in HBM. TMA reads zeros past the last and writes nothing there."""
     start = i * ptx.SLAB
     if start + ptx.SLAB > rows.shape[-1]:
         start = jnp.minimum(x.block, 0) + start  # Pallas refuses a constant slice past the edge
@@ -290,7 +333,7 @@ def _load_values(x, tile, block, position):
     slot, block_k = _ring(x, position), x.plan.config.block_k
     pl.when(position >= x.plan.config.stages)(lambda: x.v_free.bar_sync(slot))
     rows, smem, ready = _key_rows(x, x.v, tile, block), x.v_smem.at[slot], x.v_ready.at[slot]
-    if x.plan.key_length is not None:  # TMA zero-fills past the array
+    if x.plan.key_length == x.plan.S:  # TMA zero-fills past the array
         _copy_in(x, rows, smem, ready)
         return
     # Values past the sequence's end may be NaN, which a weight of 0 would not silence.
@@ -330,8 +373,7 @@ def _drain(x, position):
 
 
 def _consume(x):
-    p, consumers = x.plan, x.plan.config.warpgroups
-    buffers = x.q_smem.shape[0]
+    p, consumers, buffers = x.plan, x.plan.config.warpgroups, x.q_smem.shape[0]
     x.q_matrix = ptx.matrix(lambda i: x.q_smem.at[i, x.warpgroup], ptx.TILE_ROWS, p.H, slots_apart=consumers)
     x.k_matrix = ptx.matrix(lambda i: x.k_smem.at[i], p.config.block_k, p.H)
     x.v_matrix = ptx.matrix(lambda i: x.v_smem.at[i], p.config.block_k, p.D, along_rows=True)
@@ -341,7 +383,7 @@ def _consume(x):
         lax.fori_loop(0, x.items, lambda r, carry: _separate_tile(x, r, *carry), (_i32(0), first))
     else:
         plgpu.barrier_wait(x.q_ready.at[x.warpgroup])
-        (s,) = _first_scores(x, _i32(0), _i32(0))
+        s = _first_scores(x, _i32(0), _i32(0))
         lax.fori_loop(0, x.items, lambda r, carry: _overlapped_tile(x, r, *carry), (_i32(0), first, s))
     pl.when(x.warpgroup == 0)(lambda: x.turn.bar_sync(0))
     plgpu.wait_smem_to_gmem(0)
@@ -366,27 +408,27 @@ def _first_scores(x, position, buffer):
         _pass_turn(x)
     (s,) = ptx.wgmma_wait_group(0, s)
     x.k_free.bar_arrive(slot)
-    return (s,)
+    return s
 
 
 def _separate_tile(x, r, position, item):
     """One tile from its first product to its output; nothing of the next one is begun."""
     tile, following = _tile(x, item), _item(x, r + 1)
     plgpu.barrier_wait(x.q_ready.at[x.warpgroup])
-    (s,) = _first_scores(x, position, _i32(0))
-    accumulator, m, l, p = _blocks(x, tile, position, _i32(0), s)
+    s = _first_scores(x, position, _i32(0))
+    accumulator, m, total, weights = _blocks(x, tile, position, _i32(0), s)
     slot = _ring(x, position + tile.blocks - 1)
     if x.out_smem is not None:
         plgpu.barrier_arrive(x.q_free.at[x.warpgroup])
     plgpu.barrier_wait(x.v_ready.at[slot])
     if x.plan.config.edge_turns:
         _take_turn(x)
-    accumulator = ptx.wgmma_rs(accumulator, p, x.v_matrix.at(slot))
+    accumulator = ptx.wgmma_rs(accumulator, weights, x.v_matrix.at(slot))
     if x.plan.config.edge_turns:
         _pass_turn(x)
     (accumulator,) = ptx.wgmma_wait_group(0, accumulator)
     x.v_free.bar_arrive(slot)
-    _write(x, tile, accumulator, m, l)
+    _write(x, tile, accumulator, m, total)
     return position + tile.blocks, following
 
 
@@ -394,7 +436,7 @@ def _overlapped_tile(x, r, position, item, s):
     """One tile whose first scores `s` are at hand; issues the next tile's first product with this tile's last one."""
     tile, following = _tile(x, item), _item(x, r + 1)
     consumers, buffer = x.plan.config.warpgroups, lax.rem(r, _i32(2))
-    accumulator, m, l, p = _blocks(x, tile, position, buffer, s)
+    accumulator, m, total, weights = _blocks(x, tile, position, buffer, s)
     plgpu.barrier_arrive(x.q_free.at[buffer * consumers + x.warpgroup])
     next_position = position + tile.blocks
     k_slot, v_slot = _ring(x, next_position), _ring(x, next_position - 1)
@@ -410,37 +452,28 @@ def _overlapped_tile(x, r, position, item, s):
     # After the last tile this multiplies stale memory, and nobody looks: a branch around a product would cost more.
     next_s = ptx.wgmma_ss(x.q_matrix.at(1 - buffer), x.k_matrix.at(k_slot), x.plan.dtype)
     plgpu.barrier_wait(x.v_ready.at[v_slot])
-    accumulator = ptx.wgmma_rs(accumulator, p, x.v_matrix.at(v_slot))
+    accumulator = ptx.wgmma_rs(accumulator, weights, x.v_matrix.at(v_slot))
     if x.plan.config.edge_turns:
         _pass_turn(x)
     next_s, accumulator = ptx.wgmma_wait_group(0, next_s, accumulator)
     pl.when(more)(lambda: x.k_free.bar_arrive(k_slot))
     x.v_free.bar_arrive(v_slot)
-    _write(x, tile, accumulator, m, l)
+    _write(x, tile, accumulator, m, total)
     return next_position, following, next_s
 
 
 def _blocks(x, tile, position, buffer, s):
-    """All but the last product with v: `(accumulator, m, l, p)` after the softmax of the tile's last block.
+    """All but the last product with v: `(accumulator, m, total, weights)` after the softmax of the tile's last block.
 
-    Blocks are visited from the end: those that the upper bounds cut, those that all rows see whole, those that the lower
-    bounds cut.
+    Blocks are visited from the end: those that upper bounds or the rule cut, those that all rows see whole, the rest.
     """
     plan, config = x.plan, x.plan.config
-    low, high = _row_bounds(x, tile)
-    m, l, accumulator = softmax.init_state(plan.D)
-
-    def scores_to_weights(s, m, l, block, masked):
-        if masked:
-            start = block * config.block_k
-            s = softmax.mask_columns(s, None if low is None else low - start, None if high is None else high - start)
-        return softmax.online_softmax(s, m, l, plan.factor, may_be_empty=masked, lazy=config.lazy_rescale)
-
-    p, m, l, _ = scores_to_weights(s, m, l, tile.end - 1, plan.masked)
-    weights = p.astype(plan.dtype)
+    bounds = _row_bounds(x, tile)
+    m, total, accumulator = softmax.init_state(plan.D, None if x.sinks is None else x.sinks[tile.head] * _LOG2E)
+    p, m, total, _ = _weigh(x, tile, tile.end - 1, s, m, total, bounds, plan.masked)
 
     def step(i, carry, masked):
-        accumulator, m, l, weights = carry
+        accumulator, m, total, weights = carry
         k_slot, v_slot = _ring(x, position + i), _ring(x, position + i - 1)
         plgpu.barrier_wait(x.k_ready.at[k_slot])
         q_matrix, k_matrix, v_matrix = x.q_matrix.at(buffer), x.k_matrix.at(k_slot), x.v_matrix.at(v_slot)
@@ -451,61 +484,107 @@ def _blocks(x, tile, position, buffer, s):
         _pass_turn(x)
         (s,) = ptx.wgmma_wait_group(1, s)
         x.k_free.bar_arrive(k_slot)
-        p, m, l, alpha = scores_to_weights(s, m, l, tile.end - 1 - i, masked)
+        p, m, total, alpha = _weigh(x, tile, tile.end - 1 - i, s, m, total, bounds, masked)
         # Without the barrier the compiler moves the wait before the exponentials, and nothing overlaps.
-        p, m, l, alpha = lax.optimization_barrier((p, m, l, alpha))
+        p, m, total, alpha = lax.optimization_barrier((p, m, total, alpha))
         (accumulator,) = ptx.wgmma_wait_group(0, accumulator)
         x.v_free.bar_arrive(v_slot)
-        return softmax.rescale(accumulator, alpha, lazy=config.lazy_rescale), m, l, p.astype(plan.dtype)
+        return softmax.rescale(accumulator, alpha, lazy=config.lazy_rescale), m, total, p.astype(plan.dtype)
 
-    carry = (accumulator, m, l, weights)
-    whole_from, whole_to = _whole_blocks(x, tile)
+    carry = accumulator, m, total, p.astype(plan.dtype)
+    whole_from, whole_to = _whole_steps(x, tile)
     if not plan.one_masked_block:
         carry = lax.fori_loop(1, whole_from, lambda i, c: step(i, c, True), carry)
     carry = lax.fori_loop(whole_from, whole_to, lambda i, c: step(i, c, False), carry)
-    if plan.left is not None:
+    if plan.left is not None or plan.rule is not None:
         carry = lax.fori_loop(whole_to, tile.blocks, lambda i, c: step(i, c, True), carry)
     return carry
 
 
-def _row_bounds(x, tile):
-    """Keys `[low, high)` that each of the warpgroup's 64 rows can see, int32 `[64]` or one number; None: no bound."""
+def _weigh(x, tile, block, s, m, total, bounds, masked):
+    """Scores of one block to weights: `(p, m, total, alpha)`, see `softmax.online_softmax`."""
+    plan, start = x.plan, block * x.plan.config.block_k
+    if plan.modified:
+        s = _modified(x, tile, s, start, masked)
+    if masked:
+        s = softmax.mask_columns(s, *(None if bound is None else bound - start for bound in bounds))
+    p, m, total, alpha = softmax.online_softmax(
+        s, m, total, plan.factor, may_be_empty=masked or plan.infinite, lazy=plan.config.lazy_rescale
+    )
+    return _dropped(x, tile, p, start), m, total, alpha
+
+
+def _modified(x, tile, s, start, masked):
+    """The score tile after scale, bias, modifier, soft cap and the mask's rule."""
     plan = x.plan
-    if not plan.masked:
-        return None, None
+    place = scores.Place(
+        batch=tile.batch, head=tile.head, row=_first_row(x, tile), offset=tile.position - tile.row, column=start,
+        diagonal_origin=plan.T - 1,
+    )
+    return scores.modify(
+        s, place, scale=x.scale[0] if plan.scale is None else plan.scale, bias=x.bias, mod=plan.mod,
+        aux=tuple(zip(x.aux, plan.aux_kinds, strict=True)), soft_cap=plan.soft_cap, rule=plan.rule if masked else None,
+        mask_arrays=x.mask_arrays,
+    )
+
+
+def _dropped(x, tile, p, start):
+    plan = x.plan
+    if plan.dropout_threshold == 0:
+        return p
+    return dropout.drop(
+        p, (x.dropout_key[0], x.dropout_key[1]), tile.batch, tile.head,
+        _first_row(x, tile) + tile.position - tile.row, start, plan.dropout_threshold,
+        aligned=plan.offset is not None and plan.offset % 16 == 0,
+    )
+
+
+def _first_row(x, tile):
+    """The warpgroup's first query row."""
+    return tile.row + x.warpgroup * ptx.TILE_ROWS
+
+
+def _row_bounds(x, tile):
+    """Keys `[low, high)` that the warpgroup's rows can see, int32 `[64]` each or one number; None: no bound."""
+    plan = x.plan
     if plan.left is None and plan.right is None:
-        return None, tile.key_length
+        return None, tile.key_length if plan.masked else None
     row = plgpu.broadcasted_iota(jnp.int32, (ptx.TILE_ROWS,), 0, layout=ptx.ROW)
     position = tile.position + x.warpgroup * ptx.TILE_ROWS + row
     low = None if plan.left is None else position - plan.left
     return low, tile.key_length if plan.right is None else jnp.minimum(position + (plan.right + 1), tile.key_length)
 
 
-def _whole_blocks(x, tile):
+def _whole_steps(x, tile):
     """The steps `[from, to)` at which every row of the warpgroup sees the whole block; step 0 is never among them."""
     plan, block_k, blocks = x.plan, x.plan.config.block_k, tile.blocks
+    if tile.whole_end is not None:
+        first = jnp.clip(tile.end - tile.whole_end, 1, blocks)
+        return first, jnp.clip(tile.end - tile.whole_begin, first, blocks)
+    position = tile.position + x.warpgroup * ptx.TILE_ROWS
     if plan.one_masked_block:
         first = _i32(1)
     else:
-        high = jnp.minimum(tile.position + x.warpgroup * ptx.TILE_ROWS + (plan.right + 1), tile.key_length)
+        high = jnp.minimum(position + (plan.right + 1), tile.key_length)
         first = jnp.clip(tile.end - lax.div(jnp.maximum(high, 0), _i32(block_k)), 1, blocks)
     if plan.left is None:
         return first, blocks
-    low = tile.position + x.warpgroup * ptx.TILE_ROWS + (ptx.TILE_ROWS - 1 - plan.left)
+    low = position + (ptx.TILE_ROWS - 1 - plan.left)
     return first, jnp.clip(tile.end - _ceil_div(low, block_k), first, blocks)
 
 
 # --- epilogue ---------------------------------------------------------------------------------------------------------
 
 
-def _write(x, tile, accumulator, m, l):
+def _write(x, tile, accumulator, m, total):
     plan = x.plan
-    total = l.sum(axis=1)
+    total = total.sum(axis=1)
     seen = total > 0
     if plan.query_length is None:
-        row = tile.row + x.warpgroup * ptx.TILE_ROWS + plgpu.broadcasted_iota(jnp.int32, (ptx.TILE_ROWS,), 0, layout=ptx.ROW)
+        row = _first_row(x, tile) + plgpu.broadcasted_iota(jnp.int32, (ptx.TILE_ROWS,), 0, layout=ptx.ROW)
         seen = seen & (row < tile.query_length)
-    inverse = jnp.where(seen, 1 / total, 0.0)
+    kept = 1 - plan.dropout_threshold / 65536
+    inverse = jnp.where(seen, (1 / kept) / total, 0.0)
     lse = jnp.where(seen, m * (1 / _LOG2E) + jnp.log(total), -jnp.inf)
     accumulator = accumulator * lax.broadcast_in_dim(inverse, accumulator.shape, [0])
     out_smem = x.q_smem.at[0, x.warpgroup] if x.out_smem is None else x.out_smem.at[x.warpgroup]
@@ -514,7 +593,7 @@ def _write(x, tile, accumulator, m, l):
     ptx.stmatrix(accumulator.astype(plan.dtype), out_smem)
     lse_smem[...] = lse
     plgpu.commit_smem()
-    rows = pl.ds(tile.row + x.warpgroup * ptx.TILE_ROWS, ptx.TILE_ROWS)
+    rows = pl.ds(_first_row(x, tile), ptx.TILE_ROWS)
     for i in range(ptx.slabs(plan.D)):
         plgpu.copy_smem_to_gmem(out_smem.at[i], _slab(x, x.out.at[tile.batch, rows, tile.head], i))
     plgpu.copy_smem_to_gmem(lse_smem, x.lse.at[tile.batch, tile.head, rows])
@@ -526,19 +605,101 @@ def _write(x, tile, accumulator, m, l):
 # --- host -------------------------------------------------------------------------------------------------------------
 
 
-def _launch(plan: Plan, q, k, v, sequences, *, interpret=False, multiprocessors=_MULTIPROCESSORS):
-    """Runs the kernel: `(out [B, T, N, D], lse float32 [B, T, N])`."""
+def forward(arrays, context, options, *, interpret=False, multiprocessors=_MULTIPROCESSORS):
+    """`(out [B, T, N, D] in the query's dtype, lse float32 [B, T, N])` of a described call (see `_problem`).
+
+    `interpret=True` emulates the kernel on the CPU, with race detection.
+    """
+    (B, T, N, H), (S, K), D = arrays.query.shape, arrays.key.shape[1:3], arrays.value.shape[3]
+    if 0 in (B, T, N, S):
+        return _nothing_to_see(arrays, (B, T, N, D))
+    spec = lowering.lower_mask(context.mask)
+    length = S if spec.key_length is None else spec.key_length
+    plan = Plan(
+        B=B, T=T, S=S, N=N, K=K, H=H, D=D, dtype=arrays.query.dtype, scale=options.scale, left=spec.left,
+        right=spec.right, offset=options.query_offset if context.query_offset is None else None,
+        key_length=min(S, length) if isinstance(length, int) else None,
+        query_length=T if context.query_lengths is None else None, config=options.config, soft_cap=options.soft_cap,
+        mod=options.mod, aux_kinds=options.mod.kinds if options.mod else (), rule=spec.rule,
+        biased=arrays.bias is not None, dropout_threshold=options.dropout_threshold,
+    )
+    inputs = Inputs(
+        q=arrays.query, k=arrays.key, v=arrays.value, table=_schedule(plan, multiprocessors),
+        sequences=_sequences(plan, context, length), ranges=_visible_ranges(plan, context) if spec.rule else None,
+        scale=None if arrays.scale is None else arrays.scale.astype(jnp.float32).reshape(1),
+        bias=_readable(arrays.bias), aux=tuple(map(_readable, arrays.aux)),
+        mask_arrays=tuple(map(_readable, spec.arrays)),
+        sinks=None if arrays.sinks is None else arrays.sinks.astype(jnp.float32),
+        dropout_key=None if context.dropout_key is None else lax.bitcast_convert_type(context.dropout_key, jnp.int32),
+    )
+    return _launch(plan, inputs, interpret=interpret)
+
+
+def _nothing_to_see(arrays, shape):
+    """The results of a problem without keys or without queries."""
+    lse = jnp.full(shape[:3], -jnp.inf, jnp.float32)
+    if arrays.sinks is not None:
+        lse = jnp.broadcast_to(arrays.sinks.astype(jnp.float32), shape[:3])
+    return jnp.zeros(shape, arrays.query.dtype), lse
+
+
+def _readable(x):
+    """An array as the kernel's element loads take it: at most 32 bits, no bool."""
+    if x is None or (x.dtype.itemsize <= 4 and x.dtype != jnp.bool_):
+        return x
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.int8)
+    return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
+
+
+def _sequences(plan, context, length):
+    """int32 [B, 3]: offset, key length and query length of each batch row."""
+    offset = plan.offset if context.query_offset is None else context.query_offset.reshape(-1)
+    keys = plan.key_length if isinstance(length, int) else jnp.clip(length.reshape(-1), 0, plan.S)
+    queries = plan.T if context.query_lengths is None else context.query_lengths.reshape(-1)
+    columns = [jnp.broadcast_to(jnp.asarray(c, jnp.int32), (plan.B,)) for c in (offset, keys, queries)]
+    return jnp.stack(columns, axis=1)
+
+
+def _visible_ranges(plan, context):
+    """int32 [B or 1, N or 1, tiles, 4]: the key blocks `[begin, end)` that a query tile visits (at least one), and
+    those `[whole_begin, whole_end)` among them that it sees whole: the last such run."""
+    config = plan.config
+    offset = plan.offset if context.query_offset is None else context.query_offset.reshape(-1, 1, 1, 1)
+    some, every = context.mask.possible(Grid(plan.T, plan.S, config.rows, config.block_k, offset))
+    shape = (*jnp.broadcast_shapes(some.shape, every.shape)[:2], plan.tiles, plan.key_blocks)
+    some, every = jnp.broadcast_to(some, shape), jnp.broadcast_to(some & every, shape)
+    block = jnp.arange(plan.key_blocks, dtype=jnp.int32)
+    every = every & ((block + 1) * config.block_k <= plan.S)
+
+    def last(where):  # -1 when there is none
+        return jnp.max(jnp.where(where, block, -1), axis=-1)
+
+    end = jnp.maximum(last(some) + 1, 1)
+    begin = jnp.minimum(jnp.min(jnp.where(some, block, plan.key_blocks), axis=-1), end - 1)
+    whole_end = last(every) + 1
+    whole_begin = last(~every & (block < whole_end[..., None])) + 1
+    return jnp.stack([begin, end, whole_begin, whole_end], axis=-1).astype(jnp.int32)
+
+
+def _schedule(plan, multiprocessors):
+    """`Inputs.table`, from the lengths known now."""
     config, pairs = plan.config, plan.B * plan.N
     blocks = min(multiprocessors, pairs * plan.tiles)
     kv_bytes = 2 * plan.S * (plan.H + plan.D)
     section = schedule.section_size(pairs, plan.N // plan.K, kv_bytes, config.section_mb << 20)
     costs = tuple(float(end - begin) for begin, end in map(plan.block_range, range(plan.tiles)))
-    table = schedule.table(pairs, costs, section, blocks)
+    return jnp.asarray(np.pad(schedule.table(pairs, costs, section, blocks), ((0, 1), (0, 0))))
+
+
+def _launch(plan: Plan, inputs: Inputs, *, interpret=False):
+    """Runs the kernel: `(out [B, T, N, D], lse float32 [B, T, N])`."""
+    config = plan.config
+    consumers, stages, buffers = config.warpgroups, config.stages, 2 if config.cross_tile else 1
 
     def smem(*leading, rows, columns):
         return plgpu.SMEM((*leading, ptx.slabs(columns), rows, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
 
-    consumers, stages, buffers = config.warpgroups, config.stages, 2 if config.cross_tile else 1
     scratch = dict(
         q_smem=smem(buffers, consumers, rows=ptx.TILE_ROWS, columns=plan.H),
         k_smem=smem(stages, rows=config.block_k, columns=plan.H),
@@ -555,21 +716,65 @@ def _launch(plan: Plan, q, k, v, sequences, *, interpret=False, multiprocessors=
     )
     if config.own_out:
         scratch["out_smem"] = smem(consumers, rows=ptx.TILE_ROWS, columns=plan.D)
+    operands, structure = jax.tree.flatten(inputs)
 
     def body(*refs, out_smem=None, **allocations):
-        _kernel(plan, *refs, out_smem=out_smem, **allocations)
+        read, (out, lse) = jax.tree.unflatten(structure, refs[: len(operands)]), refs[len(operands) :]
+        _kernel(plan, read, out, lse, out_smem=out_smem, **allocations)
 
-    padded = plan.tiles * config.rows
     out, lse = launch(
         body,
         name="jattn_attention_forward",
         out_type=(
             jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.D), plan.dtype),
-            jax.ShapeDtypeStruct((plan.B, plan.N, padded), jnp.float32),
+            jax.ShapeDtypeStruct((plan.B, plan.N, plan.tiles * config.rows), jnp.float32),
         ),
         scratch=scratch,
-        grid={"block": blocks},
+        grid={"block": inputs.table.shape[1]},
         warpgroups=consumers + 1,
         interpret=interpret,
-    )(q, k, v, jnp.asarray(table), sequences)
+    )(*operands)
     return out, jnp.swapaxes(lse[:, :, : plan.T], 1, 2)
+
+
+def choose(problem, config) -> configs.TileConfig:
+    """The caller's tile config, checked, or the one for the problem's class.
+
+    Raises:
+        TypeError: a config of another implementation; ValueError: one that these head dims cannot use.
+    """
+    if config is None:
+        mask = problem.mask or ""
+        changes = (problem.bias, problem.score_mod, problem.soft_cap)
+        return configs.forward_config(
+            problem.H, problem.D, query_length=problem.T, bounded="causal" in mask or "window" in mask,
+            plain=changes == (None, None, None) and not problem.dropout and set(mask.split()) <= {"causal", "&"},
+        )
+    if not isinstance(config, configs.TileConfig):
+        raise TypeError(f"config={config!r} is not a jattn.pallas.configs.TileConfig, which mosaic takes")
+    reason = config.why_not(problem.H, problem.D)
+    if reason:
+        raise ValueError(f"config={config!r} {reason}")
+    return config
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def why_not(problem) -> str | None:
+    """The reason why this kernel cannot run the problem, or None."""
+    if problem.dtype not in ("bfloat16", "float16"):
+        return f"runs bfloat16 and float16, not {problem.dtype}"
+    for letter, width in (("H", problem.H), ("D", problem.D)):
+        if width % 8 or not 8 <= width <= 256:
+            return f"head dims must be multiples of 8 up to 256, not {letter}={width}"
+    if problem.op != "attention":
+        return f"{problem.op} is not implemented"
+    return _why_not_here()
+
+
+def _why_not_here() -> str | None:
+    if jax.default_backend() != "gpu":
+        return f"needs a GPU of compute capability 9.0, and the default backend is {jax.default_backend()}"
+    capability = jax.devices()[0].compute_capability
+    return None if capability == "9.0" else f"needs compute capability 9.0, not {capability}"

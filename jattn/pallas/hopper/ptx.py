@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jattn.pallas._compat import arith, fragmented_array, interpreting, ir, llvm, nvvm, pl, plgpu, utils, vector
+from jattn.pallas._compat import arith, fragmented_array, interpreting, ir, llvm, nvvm, plgpu, utils, vector
 
 WGMMA = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -309,6 +309,116 @@ def stmatrix(array, ref) -> None:
     store(array, ref)
 
 
+# --- arrays in HBM, element by element --------------------------------------------------------------------------------
+
+
+def ld_global(ref, batch, head, row, column, width: int, diagonal_origin: int | None = None) -> jax.Array:
+    """Rows `[row, row + 64)` and columns `[column, column + width)` of an array that broadcasts to `[B, N, T, S]`.
+
+    Indices past the array's edges are moved back inside; axes of length 1 are broadcast, and read once. With
+    `diagonal_origin` the array is `[B or 1, N or 1, L]` and element (t, s) reads entry `s − t + diagonal_origin`.
+    Floating-point arrays arrive as float32, integers as int32.
+    """
+    diagonal = diagonal_origin is not None
+    shape = (TILE_ROWS, width)
+    dtype = jnp.float32 if jnp.issubdtype(ref.dtype, jnp.floating) else jnp.int32
+    if interpreting():
+        plane = ref[jnp.minimum(batch, ref.shape[0] - 1), jnp.minimum(head, ref.shape[1] - 1)].astype(dtype)
+        rows, columns = row + jnp.arange(TILE_ROWS)[:, None], column + jnp.arange(width)[None, :]
+        if diagonal:
+            return plane[jnp.clip(columns - rows + diagonal_origin, 0, plane.shape[0] - 1)]
+        rows, columns = (jnp.clip(i, 0, n - 1) for i, n in zip((rows, columns), plane.shape, strict=True))
+        return jnp.broadcast_to(plane[rows, columns], shape)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR),
+        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=WGMMA),
+    )
+    def load(_, ref, *indices):
+        batch, head, row, column = (x.registers[()] for x in indices)
+        first_row, first_column = lane_position()
+        rows = [arith.addi(arith.addi(row, first_row), _int(8 * i)) for i in range(2)]
+        column = arith.addi(column, first_column)
+        plane, element = _plane(ref, batch, head), ir.MemRefType(ref.type).element_type
+        sizes = ir.MemRefType(ref.type).shape[2:]
+        cache = {}
+
+        def value(i):
+            key = (row_of(i) if diagonal or sizes[0] > 1 else 0, column_of(i) if diagonal or sizes[1] > 1 else 0)
+            if key not in cache:
+                r, c = rows[key[0]], arith.addi(column, _int(key[1]))
+                if diagonal:
+                    index = _clipped(arith.addi(arith.subi(c, r), _int(diagonal_origin)), sizes[0])
+                    cache[key] = _load(plane, element, _wide(index))
+                else:
+                    offset = arith.muli(_wide(_clipped(r, sizes[0])), _int64(sizes[1]))
+                    cache[key] = _load(plane, element, arith.addi(offset, _wide(_clipped(c, sizes[1]))))
+            return cache[key]
+
+        return from_scalars([value(i) for i in range(width // 2)], signed=True if dtype == jnp.int32 else None)
+
+    return load(ref, *(jnp.asarray(x, jnp.int32) for x in (batch, head, row, column)))
+
+
+def ld_global_at(ref, batch, head, rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """Elements (rows, columns), int32 `[64, n]` each, of an int8 array that broadcasts to `[B, N, ·, ·]`, as int32."""
+    if interpreting():
+        plane = ref[jnp.minimum(batch, ref.shape[0] - 1), jnp.minimum(head, ref.shape[1] - 1)].astype(jnp.int32)
+        return plane[tuple(jnp.clip(i, 0, n - 1) for i, n in zip((rows, columns), plane.shape, strict=True))]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SCALAR, SCALAR, WGMMA, WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(rows.shape, jnp.int32, layout=WGMMA),
+    )
+    def load(_, ref, batch, head, rows, columns):
+        plane, element = _plane(ref, batch.registers[()], head.registers[()]), ir.MemRefType(ref.type).element_type
+        sizes = ir.MemRefType(ref.type).shape[2:]
+
+        def value(r, c):
+            offset = arith.muli(_wide(_clipped(r, sizes[0])), _int64(sizes[1]))
+            return _load(plane, element, arith.addi(offset, _wide(_clipped(c, sizes[1]))))
+
+        return from_scalars([value(r, c) for r, c in zip(scalars(rows), scalars(columns), strict=True)], signed=True)
+
+    return load(ref, jnp.asarray(batch, jnp.int32), jnp.asarray(head, jnp.int32), rows, columns)
+
+
+def _plane(ref, batch, head):
+    """Pointer to the part of `ref [B or 1, N or 1, ...]` that belongs to a batch row and head."""
+    kind = ir.MemRefType(ref.type)
+    heads, plane = kind.shape[1], int(np.prod(kind.shape[2:]))
+    index = arith.muli(_wide(_clipped(batch, kind.shape[0])), _int64(heads))
+    index = arith.muli(arith.addi(index, _wide(_clipped(head, heads))), _int64(plane))
+    return _element_pointer(utils.memref_ptr(ref), kind.element_type, index)
+
+
+def _element_pointer(pointer, element, index):
+    return utils.getelementptr(pointer, [index], element)
+
+
+def _load(plane, element, index):
+    """One element as float32 or int32."""
+    value = llvm.load(element, _element_pointer(plane, element, index))
+    if isinstance(element, ir.IntegerType):
+        return value if element.width == 32 else arith.extsi(_i32(), value)
+    return value if element == ir.F32Type.get() else arith.extf(ir.F32Type.get(), value)
+
+
+def _clipped(index, size: int):
+    """An i32 index moved into [0, size)."""
+    if size == 1:
+        return _int(0)
+    return arith.minsi(arith.maxsi(index, _int(0)), _int(size - 1))
+
+
+def _wide(index):
+    return arith.extsi(ir.IntegerType.get_signless(64), index)
+
+
+def _int64(value: int):
+    return arith.constant(ir.IntegerType.get_signless(64), value)
+
+
 # --- scalar instructions, for use inside `plgpu.inline_mgpu` bodies on the registers of an array ---------------------------
 
 
@@ -335,6 +445,11 @@ def mul(a, b):
 def fmax(a, b):
     """`max.f32`."""
     return _instruction("max.f32 $0, $1, $2;", a, b)
+
+
+def mul_hi(a, b):
+    """`mul.hi.u32`: the upper 32 bits of the product."""
+    return llvm.inline_asm(_i32(), [a, b], "mul.hi.u32 $0, $1, $2;", "=r,r,r")
 
 
 def shfl_bfly(x, mask: int):
@@ -383,9 +498,9 @@ def column_of(i: int) -> int:
     return 8 * (i // 4) + i % 2
 
 
-def from_scalars(values: list):
-    """The `[64, len(values) // 2·...]` float32 array in the WGMMA layout whose registers these are (see `scalars`)."""
-    return _array([vector.broadcast(_vector(), x) for x in values])
+def from_scalars(values: list, signed: bool | None = None):
+    """The `[64, 2 · len(values)]` 32-bit array in the WGMMA layout whose registers these are (see `scalars`)."""
+    return _array([vector.broadcast(ir.VectorType.get((1,), x.type), x) for x in values], signed)
 
 
 def rows_from_scalars(values: list, like):
@@ -401,13 +516,18 @@ def constant(value: float):
     return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), float(value)))
 
 
-def _array(registers: list):
+def integer(value: int):
+    """An i32 constant, from its value or its bits."""
+    return _int(value - 2**32 if value >= 2**31 else value)
+
+
+def _array(registers: list, signed: bool | None = None):
     layout = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
     shape = (TILE_ROWS, 2 * len(registers))
     values = np.empty(layout.registers_shape(shape), dtype=object)
     for i, ix in enumerate(np.ndindex(values.shape)):
         values[ix] = registers[i]
-    array = fragmented_array.FragmentedArray(_registers=values, _layout=layout, _is_signed=None)
+    array = fragmented_array.FragmentedArray(_registers=values, _layout=layout, _is_signed=signed)
     return array.to_layout(fragmented_array.WGMMA_LAYOUT)
 
 

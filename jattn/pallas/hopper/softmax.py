@@ -1,7 +1,7 @@
 """Online softmax on one score tile in registers: mask, running maximum and sum, rescaling of the accumulator.
 
-State per query row: `m`, the reference of the exponentials in log2 units (−inf before the first visible key), `[64]` in the
-ROW layout; `l`, the sum of weights as partial sums of 8 columns, `[64, 8]`, reduced over columns once, at the end.
+State per query row: `m`, the reference of the exponentials in log2 units (−inf before the first visible key), `[64]` in
+the ROW layout; `total`, the sum of weights in 8 partial sums, `[64, 8]`, which are added up once, at the end.
 """
 
 import jax
@@ -14,12 +14,13 @@ from jattn.pallas.hopper import ptx
 LAZY_THRESHOLD = 8.0  # in log2 units: weights stay below 2^8 of the row's reference
 
 
-def init_state(columns: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`(m, l, accumulator [64, columns])` of rows that have seen no key."""
-    m = plgpu.layout_cast(jnp.full((ptx.TILE_ROWS,), -jnp.inf, jnp.float32), ptx.ROW)
-    l = plgpu.layout_cast(jnp.zeros((ptx.TILE_ROWS, 8), jnp.float32), ptx.WGMMA)
+def init_state(columns: int, sink=None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`(m, total, accumulator [64, columns])` of rows that have seen no key, or a sink alone (a logit in log2 units)."""
+    start, weight = (-jnp.inf, 0.0) if sink is None else (sink, jnp.where(sink == -jnp.inf, 0.0, 1 / 8))
+    m = plgpu.layout_cast(jnp.full((ptx.TILE_ROWS,), start, jnp.float32), ptx.ROW)
+    total = plgpu.layout_cast(jnp.full((ptx.TILE_ROWS, 8), weight, jnp.float32), ptx.WGMMA)
     accumulator = plgpu.layout_cast(jnp.zeros((ptx.TILE_ROWS, columns), jnp.float32), ptx.WGMMA)
-    return m, l, accumulator
+    return m, total, accumulator
 
 
 def mask_columns(s: jax.Array, low: jax.Array | None, high: jax.Array | None) -> jax.Array:
@@ -60,8 +61,8 @@ def mask_columns(s: jax.Array, low: jax.Array | None, high: jax.Array | None) ->
     return mask(s, *bounds)
 
 
-def online_softmax(s, m, l, factor: float, *, may_be_empty: bool, lazy: bool):
-    """One step: `(p, m, l, alpha)` for scores `s [64, n]`, where weights are `p = 2^(factor·s − m)` and what was
+def online_softmax(s, m, total, factor: float, *, may_be_empty: bool, lazy: bool):
+    """One step: `(p, m, total, alpha)` for scores `s [64, n]`, where weights are `p = 2^(factor·s − m)` and what was
     accumulated under the old `m` is to be multiplied by `alpha [64]`.
 
     Args:
@@ -75,15 +76,15 @@ def online_softmax(s, m, l, factor: float, *, may_be_empty: bool, lazy: bool):
         shift = jnp.where(new == -jnp.inf, 0.0, new)
         alpha = jnp.exp2(m - shift)
         p = jnp.exp2(s * factor - shift[:, None])
-        return p, new, l * alpha[:, None] + p.reshape(p.shape[0], -1, 8).sum(1), alpha
+        return p, new, total * alpha[:, None] + p.reshape(p.shape[0], -1, 8).sum(1), alpha
     columns = s.shape[1]
 
     @plgpu.inline_mgpu(
         arg_types=(ptx.WGMMA, ptx.ROW, ptx.WGMMA),
         return_type=(ptx.array_type(columns), ptx.row_type(), ptx.array_type(8), ptx.row_type()),
     )
-    def step(_, s, m, l):
-        scores, old, sums, c = ptx.scalars(s), ptx.scalars(m), ptx.scalars(l), ptx.constant(factor)
+    def step(_, s, m, total):
+        scores, old, sums, c = ptx.scalars(s), ptx.scalars(m), ptx.scalars(total), ptx.constant(factor)
         new, negated, alpha = [], [], []
         for row in range(2):
             top = ptx.mul(_row_maximum([x for i, x in enumerate(scores) if ptx.row_of(i) == row]), c)
@@ -107,7 +108,7 @@ def online_softmax(s, m, l, factor: float, *, may_be_empty: bool, lazy: bool):
             ptx.from_scalars(p), ptx.rows_from_scalars(new, m), ptx.from_scalars(sums), ptx.rows_from_scalars(alpha, m),
         )  # fmt: skip
 
-    return step(s, m, l)
+    return step(s, m, total)
 
 
 def _row_maximum(values: list):
