@@ -30,11 +30,12 @@ def attend(query, key, value, *, bias, mask, is_causal, input_positions, dropout
     refuse("module", None if module is None else type(module).__name__, "no T x S weights exist that could be sown")
     check_precision(precision)
     options = dict(options or {})
+    is_causal = options.pop("is_causal", False) or is_causal
     query, key = rotated(query, key, options.pop("rope", False), input_positions)
     dropout = {} if deterministic else dropout_arguments(dropout_rate, dropout_rng)
     return attention(
         query, key, value, bias, both_masks(mask, options.pop("mask", None)),
-        is_causal=is_causal or options.pop("is_causal", False), **dropout, **options,
+        is_causal=is_causal, **dropout, **options,
     )
 
 
@@ -83,15 +84,14 @@ def rotated(query, key, spec, positions):
 
 
 def as_mask(mask):
-    """A jattn mask, None or a bool array as they are; a number array in Flax's sense: nonzero is visible."""
+    """A jattn mask or None as they are; an array in Flax's sense: nonzero is visible."""
     if mask is None or isinstance(mask, masks.Mask):
         return mask
-    mask = jnp.asarray(mask)
-    return mask if mask.dtype == jnp.bool else mask != 0
+    return masks.dense(jnp.asarray(mask) != 0)
 
 
 def both_masks(one, other):
     one, other = as_mask(one), as_mask(other)
     if one is None or other is None:
         return other if one is None else one
-    return other & one if isinstance(other, masks.Mask) else one & other
+    return one & other
