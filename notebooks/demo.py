@@ -1,0 +1,363 @@
+"""A byte-level language model on `jattn.nnx.MultiHeadAttention`, trained on the help topics that Python ships.
+
+    ./run demo [--steps 250] [--sequence-length 512] [--seed 0]
+
+1. Ten training steps in lockstep with the same model on `jax.nn.dot_product_attention` and dense masks: losses and
+   gradients must agree to 1e-5, or the script exits with 1.
+2. The temporary memory of both, forward and backward, against the sequence length.
+3. Training, the loss on held-out documents before and after, and a sample of generated text.
+
+Documents are packed several to a row and kept apart by segment ids; layers alternate between a local window and the
+whole document. Uses a GPU if there is one. Plots go to demo-output/.
+"""
+
+import argparse
+import functools
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jattn
+import jattn.nnx
+
+OUTPUT = Path(__file__).resolve().parent.parent / "demo-output"
+START = 0  # the byte that opens a document; it does not occur in the text
+PADDING = -1  # the segment id of unused slots
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Config:
+    steps: int = 250
+    sequence_length: int = 512
+    seed: int = 0
+    batch: int = 4
+    layers: int = 2
+    width: int = 192
+    heads: int = 6
+    kv_heads: int = 2
+    window: int = 64
+    learning_rate: float = 5e-3
+    memory_lengths: tuple = (1024, 2048, 4096, 8192)
+    sample_length: int = 320
+
+
+# Data
+
+class Batch(NamedTuple):
+    tokens: jax.Array  # [B, T] uint8, START at the first slot of a piece
+    targets: jax.Array  # [B, T] uint8, the byte that follows
+    segments: jax.Array  # [B, T] int32, which piece of the row, or PADDING
+
+
+def split_documents():
+    """(training, held-out) documents; every tenth topic is held out."""
+    documents = [text.encode() for _, text in sorted(topics.items())]
+    held_out = documents[::10]
+    return [d for i, d in enumerate(documents) if i % 10], held_out
+
+
+def pack(documents, length):
+    """Rows of at most `length` bytes, first fit: only documents longer than a row are cut."""
+    pieces = [d[i : i + length] for d in documents for i in range(0, len(d), length)]
+    rows, room = [], []
+    for piece in sorted(pieces, key=len, reverse=True):
+        row = next((i for i, free in enumerate(room) if free >= len(piece)), None)
+        if row is None:
+            row = len(rows)
+            rows.append([])
+            room.append(length)
+        rows[row].append(piece)
+        room[row] -= len(piece)
+    return Batch(*map(np.stack, zip(*(pack_row(row, length) for row in rows), strict=True)))
+
+
+def pack_row(pieces, length):
+    tokens, targets = np.zeros((2, length), np.uint8)
+    segments = np.full(length, PADDING, np.int32)
+    at = 0
+    for i, piece in enumerate(pieces):
+        end = at + len(piece)
+        targets[at:end] = np.frombuffer(piece, np.uint8)
+        tokens[at + 1 : end] = targets[at : end - 1]
+        tokens[at] = START
+        segments[at:end] = i
+        at = end
+    return tokens, targets, segments
+
+
+def take(rows, indices):
+    return jax.tree.map(lambda x: jnp.asarray(x[indices]), rows)
+
+
+def training_batches(rows, config):
+    generator = np.random.default_rng(config.seed)
+    while True:
+        yield take(rows, generator.choice(len(rows.tokens), config.batch, replace=False))
+
+
+# Model
+
+def jattn_layer(config, window, rngs):
+    return jattn.nnx.MultiHeadAttention(
+        config.heads, config.width, num_kv_heads=config.kv_heads, is_causal=True, local_window_size=window, rope=True,
+        use_bias=False, rngs=rngs,
+    )
+
+
+def dense_attention(query, key, value, *, mask, **flax_options):
+    return jax.nn.dot_product_attention(jattn.rope(query), jattn.rope(key), value, mask=mask)
+
+
+class DenseLayer(nnx.MultiHeadAttention):
+    """The same layer from Flax and jax.nn, with the mask written out."""
+
+    def __init__(self, config, window, rngs):
+        super().__init__(
+            config.heads, config.width, num_kv_heads=config.kv_heads, use_bias=False, attention_fn=dense_attention,
+            decode=False, rngs=rngs,
+        )
+        self.window = window
+
+    def __call__(self, x, segment_ids):
+        position = jnp.arange(x.shape[1])
+        distance = position[:, None] - position
+        mask = (distance >= 0) & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        if self.window is not None:
+            mask &= distance <= self.window[0]
+        return super().__call__(x, mask=mask[:, None])
+
+
+class Block(nnx.Module):
+    def __init__(self, attention, config, window, rngs):
+        self.attention_norm = nnx.RMSNorm(config.width, rngs=rngs)
+        self.attention = attention(config, window, rngs)
+        self.mlp_norm = nnx.RMSNorm(config.width, rngs=rngs)
+        self.up = nnx.Linear(config.width, 4 * config.width, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(4 * config.width, config.width, use_bias=False, rngs=rngs)
+
+    def __call__(self, x, segments):
+        x = x + self.attention(self.attention_norm(x), segment_ids=segments)
+        return x + self.down(jax.nn.gelu(self.up(self.mlp_norm(x))))
+
+
+class LanguageModel(nnx.Module):
+    def __init__(self, attention, config, rngs):
+        windows = [None if i % 2 else (config.window, 0) for i in range(config.layers)]
+        self.embed = nnx.Embed(256, config.width, rngs=rngs)
+        self.blocks = nnx.List([Block(attention, config, window, rngs) for window in windows])
+        self.norm = nnx.RMSNorm(config.width, rngs=rngs)
+        self.head = nnx.Linear(config.width, 256, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens, segments):
+        x = self.embed(tokens.astype(jnp.int32))
+        for block in self.blocks:
+            x = block(x, segments)
+        return self.head(self.norm(x))
+
+
+def build(attention, config):
+    """(graphdef, params): the model as a static half and a tree of arrays."""
+    return nnx.split(LanguageModel(attention, config, nnx.Rngs(config.seed)), nnx.Param)
+
+
+def loss_of(graphdef, params, batch):
+    """Mean cross-entropy in nats per byte, padding left out."""
+    logits = nnx.merge(graphdef, params)(batch.tokens, batch.segments)
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets.astype(jnp.int32))
+    return jnp.mean(loss, where=batch.segments != PADDING)
+
+
+def optimizer_of(config):
+    schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, 10, max(config.steps, 11))
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.01))
+
+
+def step_of(graphdef, optimizer):
+    @jax.jit
+    def step(params, state, batch):
+        loss, gradients = jax.value_and_grad(functools.partial(loss_of, graphdef))(params, batch)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss, gradients
+
+    return step
+
+
+# 1. The same numbers
+
+def relative_difference(x, reference):
+    """The largest max|x - reference| / max|reference| over the arrays of two trees."""
+    ratios = jax.tree.map(lambda a, b: jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)), x, reference)
+    return max(map(float, jax.tree.leaves(ratios)))
+
+
+def run_lockstep(ours, dense, params, batches, optimizer, steps=10):
+    """Train both from `params`; the largest relative difference of the losses, and of the gradients."""
+    mine = theirs = (params, optimizer.init(params))
+    worst = np.zeros(2)
+    for i in range(steps):
+        batch = next(batches)
+        *mine, loss, gradients = ours(*mine, batch)
+        *theirs, dense_loss, dense_gradients = dense(*theirs, batch)
+        difference = relative_difference(loss, dense_loss), relative_difference(gradients, dense_gradients)
+        print(f"  step {i + 1:2d}  loss {loss:.6f}  jax.nn {dense_loss:.6f}  "
+              f"relative difference: loss {difference[0]:.1e}, gradients {difference[1]:.1e}")
+        worst = np.maximum(worst, difference)
+    return worst
+
+
+# 2. Memory
+
+def temporary_bytes(graphdef, params, length):
+    """What XLA allocates besides inputs and outputs for loss and gradients of one row of `length` bytes."""
+    byte, segment = (jax.ShapeDtypeStruct((1, length), dtype) for dtype in (jnp.uint8, jnp.int32))
+    gradient = jax.jit(jax.value_and_grad(functools.partial(loss_of, graphdef)))
+    return gradient.lower(params, Batch(byte, byte, segment)).compile().memory_analysis().temp_size_in_bytes
+
+
+def show_memory(ours, dense, params, lengths):
+    print("  length      jattn     jax.nn   (MiB)")
+    table = []
+    for length in lengths:
+        table.append([temporary_bytes(graphdef, params, length) / 2**20 for graphdef in (ours, dense)])
+        print(f"  {length:6d} {table[-1][0]:10.1f} {table[-1][1]:10.1f}")
+    return np.array(table)
+
+
+# 3. Training and sampling
+
+def show_progress(step, steps, loss, begin):
+    """A bar that redraws itself on a terminal, a line every tenth elsewhere."""
+    seconds = time.perf_counter() - begin
+    text = f"step {step:4d}/{steps}  loss {loss:.3f}  {seconds:5.1f} s"
+    if sys.stdout.isatty():
+        filled = 30 * step // steps
+        print(f"\r  [{'#' * filled}{'.' * (30 - filled)}] {text}", end="" if step < steps else "\n", flush=True)
+    elif step % max(1, steps // 10) == 0 or step == steps:
+        print(f"  {text}", flush=True)
+
+
+def train(step, params, batches, optimizer, steps):
+    """Trained params and the loss of every step."""
+    state, losses, begin = optimizer.init(params), [], time.perf_counter()
+    for i in range(steps):
+        params, state, loss, _ = step(params, state, next(batches))
+        losses.append(float(loss))
+        show_progress(i + 1, steps, np.mean(losses[-20:]), begin)
+    return params, losses
+
+
+def sample(graphdef, params, key, prompt, length, temperature=0.7):
+    """`prompt` continued to `length` bytes. Each new byte recomputes the row: simple, and one compiled loop."""
+    first = np.zeros(length, np.uint8)
+    first[1 : len(prompt) + 1] = np.frombuffer(prompt, np.uint8)
+    segments = jnp.zeros((1, length), jnp.int32)
+
+    @jax.jit
+    def generate(params, tokens, key):
+        model = nnx.merge(graphdef, params)
+
+        def append(i, tokens):
+            logits = model(tokens[None], segments)[0, i - 1] / temperature
+            return tokens.at[i].set(jax.random.categorical(jax.random.fold_in(key, i), logits).astype(jnp.uint8))
+
+        return jax.lax.fori_loop(len(prompt) + 1, length, append, tokens)
+
+    return bytes(np.asarray(generate(params, first, key))[1:]).decode(errors="replace")
+
+
+def plot(lengths, memory, losses, folder):
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    left.loglog(lengths, memory, marker="o", label=["jattn", "jax.nn"])
+    left.set(xlabel="sequence length", ylabel="temporary memory, forward + backward (MiB)")
+    left.set_xticks(lengths, lengths)
+    left.minorticks_off()
+    left.legend()
+    right.plot(losses)
+    right.set(xlabel="step", ylabel="loss (nats per byte)")
+    folder.mkdir(exist_ok=True)
+    figure.savefig(folder / "demo.png", dpi=150)
+    plt.close(figure)
+    print(f"  plots in {folder.name}/demo.png")
+
+
+def show_size(params, rows):
+    size = sum(x.size for x in jax.tree.leaves(params))
+    used = int((rows.segments != PADDING).sum())
+    pieces = int(rows.segments.max(axis=1).sum()) + len(rows.segments)
+    print(f"{size:,} parameters on {jax.devices()[0].device_kind}; "
+          f"{used:,} bytes in {pieces} pieces, {len(rows.tokens)} rows of {rows.tokens.shape[1]}")
+
+
+def compare(step, dense, params, rows, optimizer, config):
+    """Whether the first ten losses and gradients agree."""
+    batches = training_batches(rows, config)
+    worst = run_lockstep(step, step_of(dense, optimizer), params, batches, optimizer)
+    print(f"  largest relative difference: loss {worst[0]:.1e}, gradients {worst[1]:.1e}")
+    return max(worst) <= TOLERANCE  # false for NaN too
+
+
+def run(config, output=OUTPUT):
+    """The whole demo; 0, or 1 if the two models differ."""
+    training, held_out = (pack(documents, config.sequence_length) for documents in split_documents())
+    held_out = take(held_out, np.arange(min(len(held_out.tokens), 8 * config.batch)))
+    ours, params = build(jattn_layer, config)
+    dense, _ = build(DenseLayer, config)
+    optimizer = optimizer_of(config)
+    step = step_of(ours, optimizer)
+    show_size(params, training)
+
+    print("\nThe same model on jattn and on jax.nn, in lockstep:")
+    if not compare(step, dense, params, training, optimizer, config):
+        print(f"  FAILED: more than {TOLERANCE:.0e}")
+        return 1
+
+    print("\nTemporary memory of one forward and backward pass:")
+    memory = show_memory(ours, dense, params, config.memory_lengths)
+
+    print("\nTraining:")
+    evaluate = jax.jit(functools.partial(loss_of, ours))
+    before = evaluate(params, held_out)
+    params, losses = train(step, params, training_batches(training, config), optimizer, config.steps)
+    print(f"  held-out loss {before:.3f} before, {evaluate(params, held_out):.3f} after (nats per byte)")
+    plot(config.memory_lengths, memory, losses, output)
+
+    print("\nA sample:\n")
+    print(sample(ours, params, jax.random.key(config.seed), b'The "for" statement', config.sample_length))
+    return 0
+
+
+def config_of(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=Config.steps)
+    parser.add_argument("--sequence-length", type=int, default=Config.sequence_length)
+    parser.add_argument("--seed", type=int, default=Config.seed)
+    return Config(**vars(parser.parse_args(arguments)))
+
+
+def main(arguments=None):
+    config, begin = config_of(arguments), time.perf_counter()
+    with jax.default_matmul_precision("float32"):  # a GPU's default is TF32: three digits
+        status = run(config)
+    print(f"\n{time.perf_counter() - begin:.0f} s")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""notebooks/demo.py, at a size that takes seconds."""
+
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "notebooks" / "demo.py"
+
+
+@pytest.fixture(scope="module")
+def demo():
+    spec = importlib.util.spec_from_file_location("demo", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["demo"] = module  # where dataclasses look up their annotations
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["demo"]
+
+
+@pytest.fixture(scope="module")
+def tiny(demo):
+    return demo.Config(
+        steps=12, sequence_length=64, batch=2, width=32, heads=4, kv_heads=2, window=8, memory_lengths=(64, 512),
+        sample_length=40,
+    )
+
+
+@pytest.fixture
+def promotion():
+    """optax mixes dtypes; everything else runs under the strict setting of the suite."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.usefixtures("promotion")
+def test_runs_agrees_and_learns(demo, tiny, tmp_path, capsys):
+    assert demo.run(tiny, tmp_path / "out") == 0
+    printed = capsys.readouterr().out
+    assert printed.count("relative difference") == 11 and "step   12/12" in printed
+    before, after = (float(printed.partition("held-out loss ")[2].split()[i]) for i in (0, 2))
+    assert after < before - 0.5
+    assert (tmp_path / "out" / "demo.png").stat().st_size > 1000
+    short, long = (line.split() for line in printed.splitlines() if line.split()[:1] in (["64"], ["512"]))
+    assert float(long[1]) < 0.5 * float(long[2]), "jattn's memory is not below the dense layer's"
+    assert printed.partition("A sample:")[2].strip().startswith('The "for" statement')
+
+
+@pytest.mark.usefixtures("promotion")
+def test_reports_a_difference(demo, tiny, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(demo, "TOLERANCE", 0.0)
+    assert demo.run(tiny, tmp_path) == 1
+    assert "FAILED: more than 0e+00" in capsys.readouterr().out
+
+
+def test_options(demo):
+    config = demo.config_of(["--steps", "3", "--sequence-length", "128", "--seed", "7"])
+    assert config == dataclasses.replace(demo.Config(), steps=3, sequence_length=128, seed=7)
+
+
+def test_packing_keeps_every_byte_and_cuts_long_documents_only(demo):
+    documents = [bytes([65 + i]) * n for i, n in enumerate((3, 20, 5, 8, 1))]
+    rows = demo.pack(documents, 8)
+    used = rows.segments != demo.PADDING
+    assert used.sum() == sum(map(len, documents))
+    pieces = []
+    for tokens, targets, segments in zip(*rows, strict=True):
+        for i in set(segments[segments != demo.PADDING].tolist()):
+            here = segments == i
+            piece = bytes(targets[here])
+            assert bytes(tokens[here]) == b"\0" + piece[:-1]
+            pieces.append(piece)
+    assert sorted(pieces) == sorted([b"AAA", b"B" * 8, b"B" * 8, b"B" * 4, b"C" * 5, b"D" * 8, b"E"])
+
+
+def test_padding_is_out_of_the_loss(demo, tiny):
+    graphdef, params = demo.build(demo.jattn_layer, tiny)
+    rows = demo.pack([b"some text"], 16)
+    changed = rows._replace(targets=np.where(rows.segments == demo.PADDING, np.uint8(7), rows.targets))
+    losses = [float(demo.loss_of(graphdef, params, demo.take(r, np.arange(1)))) for r in (rows, changed)]
+    assert losses[0] == losses[1]
+
+
+def test_progress_bar_on_a_terminal(demo, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    for step in (5, 10):
+        demo.show_progress(step, 10, 1.5, 0.0)
+    first, second = capsys.readouterr().out.split("\r")[1:]
+    assert "[###############...............] step    5/10  loss 1.500" in first and not first.endswith("\n")
+    assert "[" + "#" * 30 + "]" in second and second.endswith("\n")
