@@ -1,5 +1,7 @@
 """Score modifiers: values, gradients, aux of every shape, alibi, relative_bias, and what is refused."""
 
+# ruff: noqa: E731 -- short local functions
+
 import compare
 import jax
 import jax.numpy as jnp
@@ -40,7 +42,7 @@ def test_aux_arrays_of_every_shape_get_their_gradient(shape):
     q, k, v = qkv(B, T, S, N, K)
     aux = rng.uniform(0.5, 1.5, shape).astype(np.float32)
     p = oracle.Problem(q, k, v, score_mod=PRODUCT, aux=(aux,))
-    call = lambda d: attend(d, lambda d: mods.score_mod(product, *d["aux"]))  # noqa: E731
+    call = lambda d: attend(d, lambda d: mods.score_mod(product, *d["aux"]))
     compare.attention(p, call, score_mod=product)
 
 
@@ -69,7 +71,7 @@ def test_a_function_may_close_over_python_numbers():
 
 def test_b_is_the_flat_batch_index():
     q, k, v = (x.reshape(2, 3, *x.shape[1:]) for x in qkv(6, T, S, N, K))
-    mod = lambda score, b, n, t, s: score * (1 + 0.3 * b.astype(score.dtype))  # noqa: E731
+    mod = lambda score, b, n, t, s: score * (1 + 0.3 * b.astype(score.dtype))
     got = jattn.attention(q, k, v, score_mod=mod)
     flat = jattn.attention(*(x.reshape(6, *x.shape[2:]) for x in (q, k, v)), score_mod=mod)
     np.testing.assert_array_equal(got.reshape(flat.shape), flat)
@@ -100,9 +102,9 @@ def test_alibi_subtracts_slope_times_distance():
         lambda score, b, n, t, s, a: np.ones_like(score),
         lambda score, b, n, t, s, a: (-abs(t - s) * np.ones_like(score),),
     )
-    fn = lambda score, b, n, t, s, a: score - a * abs(t - s).astype(score.dtype)  # noqa: E731
+    fn = lambda score, b, n, t, s, a: score - a * abs(t - s).astype(score.dtype)
     p = oracle.Problem(q, k, v, score_mod=mod, aux=(slopes[:, None, None],), offset=4)
-    call = lambda d: attend(d, lambda d: mods.alibi(d["aux"][0]), query_offset=4)  # noqa: E731
+    call = lambda d: attend(d, lambda d: mods.alibi(d["aux"][0]), query_offset=4)
     primals = dict(query=q, key=k, value=v, aux=(slopes,))
     compare.attention(p, call, primals, score_mod=fn)
 
@@ -117,7 +119,7 @@ def test_relative_bias_reads_the_table_at_the_clipped_distance(shape, offset):
     index = np.clip(np.arange(S) - (np.arange(T)[:, None] + offset) + L // 2, 0, L - 1)
     dense = np.broadcast_to(table[:, index], (N, T, S))
     p = oracle.Problem(q, k, v, score_mod=SUM, aux=(dense,))
-    call = lambda d: attend(d, lambda d: mods.relative_bias(d["aux"][0]), query_offset=offset)  # noqa: E731
+    call = lambda d: attend(d, lambda d: mods.relative_bias(d["aux"][0]), query_offset=offset)
     primals = dict(query=q, key=k, value=v, aux=(table,))
 
     def fold(gradient):

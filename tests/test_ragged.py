@@ -1,5 +1,7 @@
 """`ragged_attention`: every packed sequence is the oracle's on its own; holes and tails hold NaN and give zeros."""
 
+# ruff: noqa: E731 -- short local functions
+
 import compare
 import jax
 import jax.numpy as jnp
@@ -45,8 +47,8 @@ def check(
 ):
     """Holds ragged_attention and its gradients against the oracle, sequence by sequence.
 
-    rule(b, n, row, t, s) is the mask of a sequence; bias [N, Tq, Tk] or broadcastable; aux likewise for `scaled`; offset
-    is what the oracle takes, one number a sequence or for all.
+    rule(b, n, row, t, s) is the mask of a sequence; bias [N, Tq, Tk] or broadcastable; aux likewise for `scaled`;
+    offset is what the oracle takes, one number a sequence or for all.
     """
     same = cu_k is None
     cu_q = np.asarray(cu_q, np.int32)
@@ -110,7 +112,7 @@ def check(
         mod = SCALED and oracle.ScoreMod(
             lambda score, b, *rest, m=m: SCALED.value(score, m, *rest), SCALED.d_score, SCALED.d_aux
         )
-        fn = lambda score, b, *rest, m=m: scaled(score, b + m, *rest)  # noqa: E731
+        fn = lambda score, b, *rest, m=m: scaled(score, b + m, *rest)
         problem = oracle.Problem(
             **part,
             bias=cut.get("bias"),
