@@ -5,7 +5,7 @@ from jattn import masks as masks
 from jattn import mods as mods
 from jattn._version import __version__ as __version__
 from jattn.attention import attention as attention
-from jattn.attention import explain as explain
+from jattn.explain import explain as explain
 from jattn.partials import empty as empty
 from jattn.partials import merge as merge
 from jattn.ragged import ragged_attention as ragged_attention

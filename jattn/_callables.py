@@ -6,6 +6,7 @@ the globals it names. Arrays reached that way are refused: they would be baked i
 without gradients, and a changed value would go unnoticed.
 """
 
+import inspect
 import types
 from collections.abc import Hashable
 from typing import Any
@@ -21,14 +22,23 @@ class Callable:
     Args:
         function: the function, called as `function(*leading, *aux)`.
         line: the expression to suggest when `function` closes over an array, e.g. `"mods.score_mod(fn, *arrays)"`.
+        arguments: how many it is called with.
 
     Raises:
-        TypeError: `function` is not callable, or it closes over an array or over something unhashable.
+        TypeError: `function` is not callable or not with so many arguments, or it closes over an array or over
+            something unhashable.
     """
 
-    def __init__(self, function: Any, line: str):
+    def __init__(self, function: Any, line: str, arguments: int):
         if not callable(function):
             raise TypeError(f"expected a function, got {type(function).__name__}; write {line}")
+        try:
+            inspect.signature(function).bind(*range(arguments))
+        except TypeError as error:
+            name = getattr(function, "__name__", repr(function))
+            raise TypeError(f"{name} cannot take {arguments} arguments ({error}); write {line}") from None
+        except ValueError:
+            pass  # a builtin without a signature: calling it will tell
         self.function = function
         self._key = _identity(function, line)
 
@@ -46,7 +56,10 @@ class Callable:
         return mapped(*(a.reshape([n for n in a.shape if n != 1]) for a in args)).reshape(shape)
 
     def _on_scalars(self, *args):
-        out = jnp.asarray(self.function(*args))
+        out = self.function(*args)
+        if out is None:
+            raise TypeError(f"{self!r} returned None; it must return a scalar")
+        out = jnp.asarray(out)
         if out.shape != ():
             raise TypeError(f"{self!r} returned shape {out.shape} for one element; it must return a scalar")
         return out

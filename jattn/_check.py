@@ -71,7 +71,7 @@ def flag(x: Any, name: str) -> bool:
     return bool(x)
 
 
-def scale(x: Any, H: int, dtype):
+def scale(x: Any, H: int):
     """`(static, array)`: a Python number compiles in, an array does not and has a gradient."""
     if x is None:
         return 1 / math.sqrt(H), None
@@ -128,10 +128,12 @@ def mod(x: Any, shape, offset):
     return mods.bind(x, shape, offset)
 
 
-def lengths(x: Any, name: str, want: tuple[int, ...]):
-    """int32 `[B]` from one int a sequence, or None."""
+def lengths(x: Any, name: str, want: tuple[int, ...], capacity: int):
+    """int32 `[B]` from one int a sequence, or None. Host values must fit the capacity; traced ones are data."""
     if x is None:
         return None
+    if isinstance(x, int | np.ndarray | np.generic | list | tuple) and np.size(x) and np.max(x) > capacity:
+        raise ValueError(f"{name}={np.asarray(x).tolist()} must be <= {capacity}, the length of the array")
     x = integers(x, name)
     if x.ndim == 0:
         x = jnp.broadcast_to(x, want)
@@ -169,13 +171,26 @@ def mask(x: Any, *, is_causal, local_window_size, segment_ids, key_lengths):
     if key_lengths is not None:
         terms.append(masks.lengths(key_lengths))
     if segment_ids is not None:
-        terms.append(masks.segments(*(segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids,))))
+        terms.append(masks.segments(*segment_ids))
     if x is not None:
         terms.append(x if isinstance(x, masks.Mask) else masks.dense(x))
     joined = None
     for term in terms:
         joined = term if joined is None else joined & term
     return joined
+
+
+def segment_ids(x: Any, T: int, S: int):
+    """The arguments of `masks.segments`, or None."""
+    if x is None:
+        return None
+    if not isinstance(x, tuple | list):
+        if T != S:
+            raise ValueError(f"segment_ids is one array, but T={T} and S={S} differ: pass a (query, key) pair")
+        return (x,)
+    if len(x) != 2:
+        raise ValueError(f"segment_ids must be one array or a (query, key) pair, not {len(x)} arrays")
+    return tuple(x)
 
 
 def _window(size):

@@ -44,8 +44,8 @@ class Options:
     mod: Any  # a bound ScoreMod without its arrays, or None
     dropout_threshold: int  # out of 65536; 0 is no dropout
     deterministic: bool
-    implementation: str
-    config: Any
+    implementation: str | None = None  # filled in by dispatch, with its tile config
+    config: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

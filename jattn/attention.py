@@ -1,5 +1,6 @@
 """`attention`: exact softmax attention, forward and backward, in memory linear in T + S."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -13,7 +14,7 @@ from jattn._problem import Context, Differentiable, Options, Problem
 from jattn._tile import Shape
 from jattn._varying import vary, varying_axes
 
-__all__ = ["attention", "explain"]
+__all__ = ["attention"]
 
 
 def attention(
@@ -86,100 +87,92 @@ def attention(
 
     Sources: Dao, "FlashAttention-2" (2023), for the algorithm; `jax.nn.dot_product_attention` for the shared names.
     """
-    call = _prepare(
+    call = prepare(
         query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_offset=query_offset,
         query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
         local_window_size=local_window_size, segment_ids=segment_ids, logits_soft_cap=logits_soft_cap,
         score_mod=score_mod, sinks=sinks, dropout_rate=dropout_rate, dropout_key=dropout_key,
         deterministic=deterministic,
     )
-    _check.flag(return_residual, "return_residual")
-    return run(*call, implementation=implementation, config=config, return_residual=return_residual)
+    return run(call, implementation=implementation, config=config, return_residual=return_residual)
 
 
-def explain(*args, implementation: str | None = None, config: Any = None, **kwargs) -> _dispatch.Explanation:
-    """Which implementation and tile config `attention(*args, **kwargs)` gets, and why the others were refused.
-
-    Takes the arguments of `attention`; arrays may be `jax.ShapeDtypeStruct`. Nothing runs.
-
-    Raises:
-        ValueError, TypeError: what `attention` would raise.
-
-    Example:
-        `print(jattn.explain(q, k, v, is_causal=True))`
-    """
-    kwargs.pop("return_residual", None)
-    problem = None
-
-    def describe(leaves):
-        nonlocal problem
-        args, kwargs = jax.tree.unflatten(structure, [next(leaves) if a else x for x, a in flat])
-        problem = _prepare(*args, **kwargs)[3]
-
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    flat = [(x, hasattr(x, "shape") and hasattr(x, "dtype")) for x in leaves]
-    jax.eval_shape(lambda arrays: describe(iter(arrays)), [x for x, a in flat if a])
-    return _dispatch.explain(problem, implementation, config)
-
-
-def _prepare(
-    query, key, value, bias=None, mask=None, *, scale=None, is_causal=False, query_offset=0, query_seq_lengths=None,
-    key_value_seq_lengths=None, local_window_size=None, segment_ids=None, logits_soft_cap=None, score_mod=None,
-    sinks=None, dropout_rate=0.0, dropout_key=None, deterministic=False,
-):
-    """Checks a call and describes it: `(arrays, context, options, problem, batch shape)`."""
+def prepare(
+    query, key, value, bias=None, mask=None, *, query_offset=0, query_seq_lengths=None, key_value_seq_lengths=None,
+    is_causal=False, local_window_size=None, segment_ids=None, **options,
+) -> "Call":
+    """Checks a call and describes it."""
     query, key, value = _check.operands(query, key, value, "[*B, T, N, H]")
-    *batch, T, N, H = query.shape
+    *batch, T, N, _ = query.shape
     batch, S = tuple(batch), key.shape[-3]
-    B = math.prod(batch)
-    shape = Shape(batch, N, T, S)
-    query_lengths = _check.lengths(query_seq_lengths, "query_seq_lengths", batch)
-    key_lengths = _check.lengths(key_value_seq_lengths, "key_value_seq_lengths", batch)
-    static_offset, offset = _check.offset(
+    query_lengths = _check.lengths(query_seq_lengths, "query_seq_lengths", batch, T)
+    key_lengths = _check.lengths(key_value_seq_lengths, "key_value_seq_lengths", batch, S)
+    offset = _check.offset(
         query_offset, batch, T if query_lengths is None else query_lengths, S if key_lengths is None else key_lengths
     )
-    joined = _check.mask(
-        mask, is_causal=is_causal, local_window_size=local_window_size, segment_ids=segment_ids,
+    mask = _check.mask(
+        mask, is_causal=is_causal, local_window_size=local_window_size,
+        segment_ids=_check.segment_ids(segment_ids, T, S),
         key_lengths=None if key_lengths is None else key_lengths.reshape(batch),
     )
+    flat = [x.reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value)]
+    return assemble(
+        "attention", flat, Shape(batch, N, T, S), batch, bias=bias, mask=mask, offset=offset,
+        query_lengths=query_lengths, **options,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A checked call: `_problem`'s views of it, and the batch axes of its results."""
+
+    arrays: Differentiable
+    context: Context
+    options: Options
+    problem: Problem
+    batch: tuple[int, ...]
+
+
+def assemble(
+    op, operands, shape, batch, *, bias, mask, offset, query_lengths, cu_queries=None, cu_keys=None, scale=None,
+    logits_soft_cap=None, score_mod=None, sinks=None, dropout_rate=0.0, dropout_key=None, deterministic=False,
+) -> Call:
+    """Describes a call whose operands, mask (not bound), offset and lengths are checked; checks the rest."""
+    query, key, value = operands
+    B, T, N, H = query.shape
+    static_offset, offset = offset
     mod = _check.mod(score_mod, shape, static_offset if offset is None else offset.reshape(-1, 1, 1, 1))
-    static_scale, scale = _check.scale(scale, H, query.dtype)
+    static_scale, scale = _check.scale(scale, H)
     threshold, words = _check.dropout(dropout_rate, dropout_key)
-    flat = [x.reshape(B, *x.shape[-3:]) for x in (query, key, value)]
     arrays = Differentiable(
-        *flat, scale=scale, bias=_check.bias(bias, shape), aux=mod.aux if mod else (), sinks=_check.sinks(sinks, N)
+        query, key, value, scale=scale, bias=_check.bias(bias, shape), aux=mod.aux if mod else (),
+        sinks=_check.sinks(sinks, N),
     )
     context = Context(
-        mask=None if joined is None else joined.bind(shape),
-        dropout_key=words, query_offset=offset, query_lengths=query_lengths,
+        mask=None if mask is None else mask.bind(shape), dropout_key=words, query_offset=offset,
+        query_lengths=query_lengths, cu_queries=cu_queries, cu_keys=cu_keys,
     )
-    options = dict(
+    options = Options(
         scale=static_scale, query_offset=static_offset, soft_cap=_check.soft_cap(logits_soft_cap),
-        mod=without_arrays(mod), dropout_threshold=threshold, deterministic=_check.flag(deterministic, "deterministic"),
+        mod=None if mod is None else mod.without_arrays(), dropout_threshold=threshold,
+        deterministic=_check.flag(deterministic, "deterministic"),
     )
-    return arrays, context, options, describe("attention", arrays, joined, mod, options), batch
-
-
-def without_arrays(mod):
-    return None if mod is None else type(mod)((), mod.function, mod.kinds, mod.name)
-
-
-def describe(op, arrays, mask, mod, options, sequences=None) -> Problem:
-    B, T, N, H = arrays.query.shape
-    return Problem(
-        op=op, B=B, T=T, S=arrays.key.shape[1], N=N, K=arrays.key.shape[2], H=H, D=arrays.value.shape[3],
-        dtype=str(arrays.query.dtype), mask=None if mask is None else repr(mask),
-        bias=None if arrays.bias is None else arrays.bias.shape, score_mod=None if mod is None else repr(mod),
-        soft_cap=options["soft_cap"], sinks=arrays.sinks is not None, dropout=options["dropout_threshold"] > 0,
-        deterministic=options["deterministic"], sequences=sequences,
+    problem = Problem(
+        op=op, B=B, T=T, S=key.shape[1], N=N, K=key.shape[2], H=H, D=value.shape[3], dtype=str(query.dtype),
+        mask=None if mask is None else repr(mask), bias=None if arrays.bias is None else arrays.bias.shape,
+        score_mod=None if mod is None else repr(mod), soft_cap=options.soft_cap, sinks=sinks is not None,
+        dropout=threshold > 0, deterministic=options.deterministic, sequences=shape.sequences,
     )
+    return Call(arrays, context, options, problem, batch)
 
 
-def run(arrays, context, options, problem, batch, *, implementation, config, return_residual):
+def run(call: Call, *, implementation, config, return_residual):
     """Dispatches a described call and gives its results the caller's batch axes."""
+    _check.flag(return_residual, "return_residual")
+    batch, problem = call.batch, call.problem
     name, config = _dispatch.resolve(problem, implementation, config)
-    options = Options(**options, implementation=name, config=config)
-    arrays, context = vary((arrays, context), varying_axes((arrays, context)))
+    options = dataclasses.replace(call.options, implementation=name, config=config)
+    arrays, context = vary((call.arrays, call.context), varying_axes((call.arrays, call.context)))
     with jax.named_scope(f"jattn.{problem.op}"):
         out, lse = _in_auto_mode(functools.partial(_attend, options), arrays, context)
     if batch != (problem.B,):

@@ -133,7 +133,7 @@ def predicate(function, *aux) -> Mask:
     """
     return Predicate(
         tuple(_array(a, f"predicate aux {i}") for i, a in enumerate(aux)),
-        Callable(function, "masks.predicate(fn, *arrays) with fn(b, n, t, s, *arrays)"),
+        Callable(function, "masks.predicate(fn, *arrays) with fn(b, n, t, s, *arrays)", 4 + len(aux)),
     )
 
 

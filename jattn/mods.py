@@ -34,6 +34,10 @@ class ScoreMod:
         shapes = (f"{jnp.dtype(a.dtype).name}{list(a.shape)}" for a in self.aux)
         return f"{self.name}({', '.join([repr(self.function)] * (self.name == 'score_mod') + list(shapes))})"
 
+    def without_arrays(self) -> "ScoreMod":
+        """The static part: what is compiled in."""
+        return dataclasses.replace(self, aux=())
+
     def __call__(self, score, b, n, t, s, *aux):
         """The modified scores of one tile, in the dtype of `score`."""
         aux = [a.astype(score.dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in aux]
@@ -63,7 +67,7 @@ def score_mod(function, *aux) -> ScoreMod:
         `attention(q, k, v, score_mod=mods.score_mod(lambda s, b, n, t, i, g: s * g, gain[:, None, None]))`
     """
     arrays = tuple(_array(a, f"score_mod aux {i}") for i, a in enumerate(aux))
-    return ScoreMod(arrays, Callable(function, _LINE), ("element",) * len(arrays))
+    return ScoreMod(arrays, Callable(function, _LINE, 5 + len(arrays)), ("element",) * len(arrays))
 
 
 def alibi(slopes) -> ScoreMod:
@@ -82,7 +86,7 @@ def alibi(slopes) -> ScoreMod:
     slopes = _array(slopes, "slopes")
     if slopes.ndim != 1:
         raise ValueError(f"slopes have shape {slopes.shape}; expected [N]")
-    return ScoreMod((slopes[:, None, None],), Callable(_alibi, _LINE), ("element",), "alibi")
+    return ScoreMod((slopes[:, None, None],), Callable(_alibi, _LINE, 6), ("element",), "alibi")
 
 
 def relative_bias(table) -> ScoreMod:
@@ -99,7 +103,7 @@ def relative_bias(table) -> ScoreMod:
     table = _array(table, "table")
     if table.ndim != 2 or table.shape[1] == 0:
         raise ValueError(f"relative_bias table has shape {table.shape}; expected [N, L] or [1, L] with L >= 1")
-    return ScoreMod((table,), Callable(_add, _LINE), ("table",), "relative_bias")
+    return ScoreMod((table,), Callable(_add, _LINE, 6), ("table",), "relative_bias")
 
 
 def bind(mod: ScoreMod, shape, offset) -> ScoreMod:

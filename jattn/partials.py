@@ -28,6 +28,8 @@ def _check(partials):
     for i, pair in enumerate(partials):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise TypeError(f"partials[{i}] must be a pair (out, lse), got {type(pair).__name__}")
+        if any(isinstance(x, tuple | list) for x in pair):
+            raise TypeError(f"partials[{i}] must be a pair of arrays (out, lse); give a list of pairs as merge(*pairs)")
     pairs = [(jnp.asarray(out), jnp.asarray(lse)) for out, lse in partials]
     for i, (out, lse) in enumerate(pairs):
         for name, x in (("out", out), ("lse", lse)):

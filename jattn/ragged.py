@@ -3,9 +3,8 @@
 from typing import Any
 
 from jattn import _check
-from jattn._problem import Context, Differentiable
 from jattn._tile import Shape
-from jattn.attention import describe, run, without_arrays
+from jattn.attention import assemble, run
 
 __all__ = ["ragged_attention"]
 
@@ -70,8 +69,22 @@ def ragged_attention(
 
     Source: the variable-length interface of FlashAttention.
     """
+    call = prepare(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, bias, mask, query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths, scale=scale, is_causal=is_causal, query_offset=query_offset,
+        local_window_size=local_window_size, logits_soft_cap=logits_soft_cap, score_mod=score_mod, sinks=sinks,
+        dropout_rate=dropout_rate, dropout_key=dropout_key, deterministic=deterministic,
+    )
+    return run(call, implementation=implementation, config=config, return_residual=return_residual)
+
+
+def prepare(
+    query, key, value, cu_seqlens_q, cu_seqlens_k=None, bias=None, mask=None, *, query_seq_lengths=None,
+    key_value_seq_lengths=None, query_offset=0, is_causal=False, local_window_size=None, **options,
+):
+    """Checks a call and describes it."""
     query, key, value = _check.operands(query, key, value, "[T, N, H]")
-    (Tq, N, H), Tk = query.shape, key.shape[0]
+    (Tq, N, _), Tk = query.shape, key.shape[0]
     cu_queries = _check.cu_seqlens(cu_seqlens_q, "cu_seqlens_q")
     if cu_seqlens_k is None and Tq != Tk:
         raise ValueError(f"cu_seqlens_k is needed: queries have Tq={Tq} rows, keys have Tk={Tk}")
@@ -79,36 +92,18 @@ def ragged_attention(
     if cu_keys.shape != cu_queries.shape:
         raise ValueError(f"cu_seqlens_k has shape {cu_keys.shape}; cu_seqlens_q has {cu_queries.shape}")
     M = cu_queries.shape[0] - 1
-    shape = Shape((), N, Tq, Tk, sequences=M)
-    query_lengths = _check.lengths(query_seq_lengths, "query_seq_lengths", (M,))
-    key_lengths = _check.lengths(key_value_seq_lengths, "key_value_seq_lengths", (M,))
-    static_offset, offset = _check.offset(
+    query_lengths = _check.lengths(query_seq_lengths, "query_seq_lengths", (M,), Tq)
+    key_lengths = _check.lengths(key_value_seq_lengths, "key_value_seq_lengths", (M,), Tk)
+    offset = _check.offset(
         query_offset,
         (M,),
         cu_queries[1:] - cu_queries[:-1] if query_lengths is None else query_lengths,
         cu_keys[1:] - cu_keys[:-1] if key_lengths is None else key_lengths,
     )
-    joined = _check.mask(
+    mask = _check.mask(
         mask, is_causal=is_causal, local_window_size=local_window_size, segment_ids=None, key_lengths=key_lengths
     )
-    mod = _check.mod(score_mod, shape, static_offset if offset is None else offset.reshape(-1, 1, 1, 1))
-    static_scale, scale = _check.scale(scale, H, query.dtype)
-    threshold, words = _check.dropout(dropout_rate, dropout_key)
-    arrays = Differentiable(
-        query[None], key[None], value[None], scale=scale, bias=_check.bias(bias, shape),
-        aux=mod.aux if mod else (), sinks=_check.sinks(sinks, N),
-    )
-    context = Context(
-        mask=None if joined is None else joined.bind(shape), dropout_key=words, query_offset=offset,
-        query_lengths=query_lengths, cu_queries=cu_queries, cu_keys=cu_keys,
-    )
-    options = dict(
-        scale=static_scale, query_offset=static_offset, soft_cap=_check.soft_cap(logits_soft_cap),
-        mod=without_arrays(mod), dropout_threshold=threshold, deterministic=_check.flag(deterministic, "deterministic"),
-    )
-    _check.flag(return_residual, "return_residual")
-    problem = describe("ragged_attention", arrays, joined, mod, options, sequences=M)
-    return run(
-        arrays, context, options, problem, (),
-        implementation=implementation, config=config, return_residual=return_residual,
+    return assemble(
+        "ragged_attention", (query[None], key[None], value[None]), Shape((), N, Tq, Tk, sequences=M), (), bias=bias,
+        mask=mask, offset=offset, query_lengths=query_lengths, cu_queries=cu_queries, cu_keys=cu_keys, **options,
     )
