@@ -74,7 +74,7 @@ class TileConfig:
         """The reason why the forward kernel cannot run these head dims with this config, or None."""
         needed, available = self.shared_bytes(head_dim, value_dim), SHARED_MEMORY_BYTES[capability]
         if needed > available:
-            return f"needs {needed} bytes of shared memory for head dims ({head_dim}, {value_dim}), more than {available}"
+            return f"needs {needed} bytes of shared memory for head dims ({head_dim}, {value_dim}), over {available}"
         if not self.own_out and padded_width(value_dim) > padded_width(head_dim):
             return f"own_out=False needs a query as wide as the output, but {head_dim} < {value_dim}"
         if self.accumulator_registers(value_dim) > self.registers[0] - _OTHER_REGISTERS:
@@ -84,47 +84,49 @@ class TileConfig:
 
 _OTHER_REGISTERS = 32  # scores, weights and accumulator of 128 registers fit 160 without spills
 
-# (capability, padded head dim, padded value dim, one-sided mask) -> config.
+_FULL = dict(block_k=80, cross_tile=False, own_out=False, lazy_rescale=True)
+# (capability, padded head dim, padded value dim, bounded) -> config; see docs/performance.md for the measurements.
 _MEASURED: dict[tuple, TileConfig] = {
-    ((9, 0), 64, 64, True): TileConfig(warpgroups=3, block_k=128),
-    ((9, 0), 64, 64, False): TileConfig(warpgroups=3, block_k=128),
-    ((9, 0), 128, 128, True): TileConfig(block_k=128, lazy_rescale=True),
+    ((9, 0), 64, 64, True): TileConfig(warpgroups=3),
+    ((9, 0), 64, 64, False): TileConfig(warpgroups=3),
+    ((9, 0), 128, 128, True): TileConfig(lazy_rescale=True),
     ((9, 0), 128, 128, False): TileConfig(block_k=176, cross_tile=False, own_out=False, edge_turns=False),
-    ((9, 0), 256, 256, True): TileConfig(block_k=80, cross_tile=False, own_out=False, lazy_rescale=True),
-    ((9, 0), 256, 256, False): TileConfig(block_k=80, cross_tile=False, own_out=False, lazy_rescale=True),
+    ((9, 0), 256, 256, True): TileConfig(**_FULL),
+    ((9, 0), 256, 256, False): TileConfig(**_FULL),
 }
 # Below this query length, tiles of 192 rows leave multiprocessors idle: 2 warpgroups ran in 0.90 of the time of 3.
 _SHORT = 2048
 
 
 def forward_config(
-    head_dim: int, value_dim: int, *, query_length: int, bounded: bool, plain: bool = True, capability=(9, 0)
+    head_dim: int, value_dim: int, *, query_length: int, bounded: bool, features: int = 0, capability=(9, 0)
 ) -> TileConfig:
     """The config of the forward kernel for a problem class.
 
     Args:
-        bounded: whether the mask is a row interval that cuts keys off (causal, windows).
-        plain: whether scores go to the softmax unchanged; modifiers need registers.
+        bounded: whether the mask cuts keys off by their distance (causal, windows).
+        features: how many of bias, modifier, soft cap, dropout and a mask that is not an interval there are. Each needs
+            registers.
     """
-    h, d = padded_width(head_dim), padded_width(value_dim)
-    measured = _MEASURED.get((capability, h, d, bounded)) if plain else None
-    if measured is None:
-        return best_legal(head_dim, value_dim, capability=capability, plain=plain)
+    key = capability, padded_width(head_dim), padded_width(value_dim), bounded
+    if features or key not in _MEASURED:
+        return best_legal(head_dim, value_dim, features=features, capability=capability)
+    measured = _MEASURED[key]
     if measured.warpgroups == 3 and query_length < _SHORT:
         return dataclasses.replace(measured, warpgroups=2)
     return measured
 
 
-def candidates(capability: tuple[int, int] = (9, 0)) -> list[TileConfig]:
+def candidates() -> list[TileConfig]:
     """Every config worth considering, before it is known whether a problem can use it."""
-    grid = itertools.product((2,), range(32, 193, 16), ((True, True), (False, True), (False, False)))
-    return [
-        TileConfig(warpgroups=w, block_k=k, cross_tile=cross, own_out=own, lazy_rescale=True) for w, k, (cross, own) in grid
-    ]
+    overlap = ((True, True), (False, True), (False, False))
+    grid = itertools.product(range(32, 193, 16), overlap)
+    return [TileConfig(block_k=k, cross_tile=cross, own_out=own, lazy_rescale=True) for k, (cross, own) in grid]
 
 
-def best_legal(head_dim: int, value_dim: int, *, capability=(9, 0), plain: bool = True) -> TileConfig:
-    """The largest legal block of keys up to 128 (64 with modifiers), and with it the most overlap that fits."""
-    limit = 128 if plain else 64
-    legal = [c for c in candidates(capability) if c.block_k <= limit and c.why_not(head_dim, value_dim, capability) is None]
+def best_legal(head_dim: int, value_dim: int, *, features: int = 0, capability=(9, 0)) -> TileConfig:
+    """The largest legal block of keys up to 128, and with it the most overlap that fits. Three or more features at once
+    spill with more than 64 keys, and 32 when the accumulator is wide."""
+    limit = 128 if features < 3 else 64 if value_dim <= 128 else 32
+    legal = [c for c in candidates() if c.block_k <= limit and c.why_not(head_dim, value_dim, capability) is None]
     return max(legal, key=lambda c: (c.block_k, c.cross_tile, c.own_out))

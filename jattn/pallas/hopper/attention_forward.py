@@ -586,7 +586,9 @@ def _write(x, tile, accumulator, m, total):
     kept = 1 - plan.dropout_threshold / 65536
     inverse = jnp.where(seen, (1 / kept) / total, 0.0)
     lse = jnp.where(seen, m * (1 / _LOG2E) + jnp.log(total), -jnp.inf)
-    accumulator = accumulator * lax.broadcast_in_dim(inverse, accumulator.shape, [0])
+    inverse = lax.broadcast_in_dim(inverse, accumulator.shape, [0])
+    # Queries past the sequence's end may be NaN, which a factor of 0 would not silence.
+    accumulator = jnp.where(inverse != 0, accumulator * inverse, 0.0) if plan.query_length is None else accumulator * inverse
     out_smem = x.q_smem.at[0, x.warpgroup] if x.out_smem is None else x.out_smem.at[x.warpgroup]
     lse_smem = x.lse_smem.at[x.warpgroup]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left the staging memory
@@ -612,7 +614,7 @@ def forward(arrays, context, options, *, interpret=False, multiprocessors=_MULTI
     """
     (B, T, N, H), (S, K), D = arrays.query.shape, arrays.key.shape[1:3], arrays.value.shape[3]
     if 0 in (B, T, N, S):
-        return _nothing_to_see(arrays, (B, T, N, D))
+        return _nothing_to_see(arrays, context, (B, T, N, D))
     spec = lowering.lower_mask(context.mask)
     length = S if spec.key_length is None else spec.key_length
     plan = Plan(
@@ -635,11 +637,14 @@ def forward(arrays, context, options, *, interpret=False, multiprocessors=_MULTI
     return _launch(plan, inputs, interpret=interpret)
 
 
-def _nothing_to_see(arrays, shape):
+def _nothing_to_see(arrays, context, shape):
     """The results of a problem without keys or without queries."""
     lse = jnp.full(shape[:3], -jnp.inf, jnp.float32)
     if arrays.sinks is not None:
         lse = jnp.broadcast_to(arrays.sinks.astype(jnp.float32), shape[:3])
+    if context.query_lengths is not None:
+        exists = jnp.arange(shape[1], dtype=jnp.int32)[:, None] < context.query_lengths.reshape(-1, 1, 1)
+        lse = jnp.where(exists, lse, -jnp.inf)
     return jnp.zeros(shape, arrays.query.dtype), lse
 
 
@@ -745,10 +750,11 @@ def choose(problem, config) -> configs.TileConfig:
     """
     if config is None:
         mask = problem.mask or ""
+        bounds = all(term.startswith(("causal", "window(", "lengths(")) for term in mask.split(" & ") if term)
         changes = (problem.bias, problem.score_mod, problem.soft_cap)
         return configs.forward_config(
-            problem.H, problem.D, query_length=problem.T, bounded="causal" in mask or "window" in mask,
-            plain=changes == (None, None, None) and not problem.dropout and set(mask.split()) <= {"causal", "&"},
+            problem.H, problem.D, query_length=problem.T, bounded="causal" in mask or "window(" in mask,
+            features=sum(c is not None for c in changes) + bool(problem.dropout) + (not bounds),
         )
     if not isinstance(config, configs.TileConfig):
         raise TypeError(f"config={config!r} is not a jattn.pallas.configs.TileConfig, which mosaic takes")
