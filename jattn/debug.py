@@ -197,7 +197,8 @@ def _mask_lengths(mask):
 def _key_limit(mask, key_lengths, shape):
     """How many leading keys of each sequence exist, as the op decides it: a number, one a sequence, or None for all."""
     sequences = shape.batch if shape.sequences is None else (shape.sequences,)
-    lengths = _check.lengths(key_lengths, "key_value_seq_lengths", sequences)
+    lengths = None if key_lengths is None else jnp.asarray(key_lengths)  # a device array: its values are data
+    lengths = _check.lengths(lengths, "key_value_seq_lengths", sequences, shape.num_keys)
     rule = _check.mask(
         mask, is_causal=False, local_window_size=None, segment_ids=None,
         key_lengths=None if lengths is None else lengths.reshape(sequences),

@@ -124,7 +124,7 @@ def test_a_good_call_is_the_op_bit_for_bit():
     "options, words",
     [
         (dict(key_value_seq_lengths=ints(2, 7)), "key_value_seq_lengths[1]=7 must be in [0, 6]"),
-        (dict(key_value_seq_lengths=7), "key_value_seq_lengths=7 must be in [0, 6]"),
+        (dict(key_value_seq_lengths=jnp.int32(7)), "key_value_seq_lengths=7 must be in [0, 6]"),
         (dict(query_seq_lengths=ints(-1, 3)), "query_seq_lengths[0]=-1 must be in [0, 4]"),
         (dict(mask=masks.causal() & masks.lengths(ints(2, 9))), "key lengths in mask[1]=9 must be in [0, 6]"),
     ],
@@ -188,7 +188,7 @@ def test_packed_calls_may_have_holes_and_a_tail():
         (((0, 5),), {}, "cu_seqlens_q[-1]=5 must be at most the 4 rows there are"),
         (((0, 4), (1, 6)), {}, "cu_seqlens_k[0]=1 must be 0"),
         (((0, 4), (0, 6)), dict(query_seq_lengths=ints(5)), "query_seq_lengths[0]=5 must be in [0, 4]"),
-        (((0, 4), (0, 6)), dict(key_value_seq_lengths=7), "key_value_seq_lengths[0]=7 must be in [0, 6]"),
+        (((0, 4), (0, 6)), dict(key_value_seq_lengths=jnp.int32(7)), "key_value_seq_lengths[0]=7 must be in [0, 6]"),
         (((0, 4), (0, 6)), dict(mask=masks.lengths(ints(7))), "key lengths in mask[0]=7 must be in [0, 6]"),
     ],
 )
