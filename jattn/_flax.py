@@ -87,7 +87,7 @@ def as_mask(mask):
     """A jattn mask or None as they are; an array in Flax's sense: nonzero is visible."""
     if mask is None or isinstance(mask, masks.Mask):
         return mask
-    return masks.dense(jnp.asarray(mask) != 0)
+    return masks.dense(jnp.asarray(mask).astype(bool))
 
 
 def both_masks(one, other):
