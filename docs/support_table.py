@@ -11,29 +11,26 @@ from jax import ShapeDtypeStruct as Array
 
 import jattn
 from jattn import _dispatch, masks, mods
-from jattn._problem import Problem
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 START, END = "<!-- support table: ./run python docs/support_table.py -->", "<!-- end of support table -->"
 
 
-def attention(dtype="bfloat16", T=1024, S=1024, N=8, K=8, H=128, D=128, **options):
-    """name -> None or the reason for refusing this call, by every implementation of `attention`."""
-    shapes = (2, T, N, H), (2, S, K, H), (2, S, K, D)
+def ask(op, *arguments, **options):
+    """name -> None or the reason for refusing this call, by every implementation of `op`."""
     with jax.enable_x64(True):
-        arrays = [Array(shape, dtype) for shape in shapes]
-        names = _dispatch.names("attention")
-        found = {name: jattn.explain(*arrays, implementation=name, **options) for name in names}
+        names = _dispatch.names(op)
+        found = {name: jattn.explain(*arguments, op=op, implementation=name, **options) for name in names}
     return {name: told.refused.get(name) for name, told in found.items()}
 
 
-def ragged(**features):
-    """The same of `ragged_attention`, for 8 sequences packed into 4096 rows."""
-    problem = Problem(
-        op="ragged_attention", B=1, T=4096, S=4096, N=8, K=8, H=128, D=128, dtype="bfloat16", sequences=8, **features
-    )
-    names = _dispatch.names(problem.op)
-    return {name: _dispatch.explain(problem, name, None).refused.get(name) for name in names}
+def attention(dtype="bfloat16", T=1024, S=1024, N=8, K=8, H=128, D=128, **options):
+    return ask("attention", *(Array(shape, dtype) for shape in ((2, T, N, H), (2, S, K, H), (2, S, K, D))), **options)
+
+
+def ragged(**options):
+    """8 sequences packed into 4096 rows."""
+    return ask("ragged_attention", *[Array((4096, 8, 128), "bfloat16")] * 3, Array((9,), "int32"), **options)
 
 
 def gain(score, b, n, t, s, value):
@@ -72,7 +69,7 @@ def rows():
     yield "dropout", attention(dropout_rate=0.1, dropout_key=Array((2,), "uint32"))
     yield "deterministic=True", attention(deterministic=True)
     yield "`ragged_attention`", ragged()
-    yield "`ragged_attention`, causal", ragged(mask=repr(masks.causal()))
+    yield "`ragged_attention`, causal", ragged(is_causal=True)
 
 
 def table():

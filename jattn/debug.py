@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import _check
 from jattn._mask_rules import Lengths
-from jattn._tile import Shape
 from jattn.attention import attention
+from jattn.attention import prepare as prepare_attention
+from jattn.ragged import prepare as prepare_ragged_attention
 from jattn.ragged import ragged_attention
 
 __all__ = ["check_cu_seqlens", "check_finite", "check_lengths", "check_parents", "checked"]
@@ -116,9 +116,9 @@ def checked(op):
     Example:
         >>> out = jattn.debug.checked(jattn.attention)(q, k, v, key_value_seq_lengths=lengths)
     """
-    if op not in (attention, ragged_attention):
+    if op not in _OPS:
         raise TypeError(f"checked takes jattn.attention or jattn.ragged_attention, not {op!r}")
-    tests = _attention_tests if op is attention else _ragged_tests
+    prepare, tests = _OPS[op]
     signature = inspect.signature(op)
 
     @functools.wraps(op)
@@ -126,11 +126,13 @@ def checked(op):
         result = op(*args, **kwargs)  # first, so that wrong arguments are reported as ever
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        out, lse = result if call.arguments["return_residual"] else (result, None)
+        given = call.arguments
+        how = {name: given.pop(name) for name in ("return_residual", "implementation", "config")}
+        out, lse = result if how["return_residual"] else (result, None)
         outcome = [(_result, (_not_finite(out),), f"the output of {op.__name__} has NaN or Inf")]
         if lse is not None:
             outcome += [(_result, (jnp.isnan(lse) | (lse == jnp.inf),), f"the lse of {op.__name__} has NaN or +Inf")]
-        _now(tests(**call.arguments) + outcome)
+        _now(tests(prepare(**given).context.mask, **given) + outcome)
         return result
 
     return run
@@ -153,34 +155,41 @@ def _now(tests):
         host(arrays)
 
 
-def _attention_tests(*, query, key, value, mask, query_seq_lengths, key_value_seq_lengths, **_):
-    *batch, T, N, _ = np.shape(query)
+def _attention_tests(rule, *, query, key, value, mask, query_seq_lengths, key_value_seq_lengths, **_):
+    *batch, T, _, _ = np.shape(query)
     S = np.shape(key)[-3]
     tests = [(_lengths, (n, S), "key lengths in mask") for n in _mask_lengths(mask)]
     if query_seq_lengths is not None:
         tests += [(_lengths, (query_seq_lengths, T), "query_seq_lengths")]
     if key_value_seq_lengths is not None:
         tests += [(_lengths, (key_value_seq_lengths, S), "key_value_seq_lengths")]
-    limit = _key_limit(mask, key_value_seq_lengths, Shape(tuple(batch), N, T, S))
+    limit = _key_limit(rule, batch)
     tests += [(_rows_finite, (_not_finite(query), query_seq_lengths), "query")]
     return tests + [(_rows_finite, (_not_finite(x), limit), name) for x, name in ((key, "key"), (value, "value"))]
 
 
 def _ragged_tests(
-    *, query, key, value, cu_seqlens_q, cu_seqlens_k, mask, query_seq_lengths, key_value_seq_lengths, **_
+    rule, *, query, key, value, cu_seqlens_q, cu_seqlens_k, mask, query_seq_lengths, key_value_seq_lengths, **_
 ):
-    (Tq, N, _), Tk, M = np.shape(query), np.shape(key)[0], np.shape(cu_seqlens_q)[0] - 1
+    Tq, Tk, M = np.shape(query)[0], np.shape(key)[0], np.shape(cu_seqlens_q)[0] - 1
     tests = _packing(cu_seqlens_q, Tq, query_seq_lengths, "cu_seqlens_q", "query_seq_lengths")
     name = "cu_seqlens_q" if cu_seqlens_k is None else "cu_seqlens_k"
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     tests += _packing(cu_seqlens_k, Tk, key_value_seq_lengths, name, "key_value_seq_lengths")
     tests += [(_used, (n, cu_seqlens_k), "key lengths in mask") for n in _mask_lengths(mask)]
-    limit = _key_limit(mask, key_value_seq_lengths, Shape((), N, Tq, Tk, sequences=M))
+    limit = _key_limit(rule, (M,))
     rows = ((query, "query", cu_seqlens_q, query_seq_lengths), (key, "key", cu_seqlens_k, limit))
     return tests + [
         (_packed_rows_finite, (_not_finite(x), cu_seqlens, used), name)
         for x, name, cu_seqlens, used in (*rows, (value, "value", cu_seqlens_k, limit))
     ]
+
+
+#: op -> (what describes a call, the tests of its bound mask and arguments)
+_OPS = {
+    attention: (prepare_attention, _attention_tests),
+    ragged_attention: (prepare_ragged_attention, _ragged_tests),
+}
 
 
 def _packing(cu_seqlens, total, used, name, used_name):
@@ -194,16 +203,9 @@ def _mask_lengths(mask):
     return [term.length for term in terms if isinstance(term, Lengths)]
 
 
-def _key_limit(mask, key_lengths, shape):
-    """How many leading keys of each sequence exist, as the op decides it: a number, one a sequence, or None for all."""
-    sequences = shape.batch if shape.sequences is None else (shape.sequences,)
-    lengths = None if key_lengths is None else jnp.asarray(key_lengths)  # a device array: its values are data
-    lengths = _check.lengths(lengths, "key_value_seq_lengths", sequences, shape.num_keys)
-    rule = _check.mask(
-        mask, is_causal=False, local_window_size=None, segment_ids=None,
-        key_lengths=None if lengths is None else lengths.reshape(sequences),
-    )
-    limit = None if rule is None else rule.bind(shape).key_limit()
+def _key_limit(rule, sequences):
+    """How many leading keys of each sequence exist by the bound mask: a number, one a sequence, or None for all."""
+    limit = None if rule is None else rule.key_limit()
     if limit is None or isinstance(limit, int):
         return limit
     return limit.reshape(() if limit.size == 1 else sequences)
