@@ -116,6 +116,6 @@ def test_an_interrupted_install_starts_over(checkout):
 def test_commands_see_the_package_and_their_arguments(checkout):
     checkout.program("python3.12", FAKE_PYTHON)
     checkout("test", "-k", "two words")
-    assert checkout.log.read_text().endswith("-m pytest -n auto --maxprocesses 8 --dist loadfile -k two words\n")
+    assert checkout.log.read_text().endswith("-m pytest -n auto --maxprocesses 8 --dist worksteal -k two words\n")
     checkout("test", "-m", "gpu")
     assert checkout.log.read_text() == "-m pytest -m gpu\n"
