@@ -120,12 +120,12 @@ def sinks(x: Any, N: int):
     return x
 
 
-def mod(x: Any, shape, offset):
+def mod(x: Any, shape, offset, dtype):
     if x is None:
         return None
     if not isinstance(x, mods.ScoreMod):
         x = mods.score_mod(x)
-    return mods.bind(x, shape, offset)
+    return mods.bind(x, shape, offset, dtype)
 
 
 def lengths(x: Any, name: str, want: tuple[int, ...], capacity: int):

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jattn import _check, _dispatch
-from jattn._problem import Context, Differentiable, Options, Problem
+from jattn._problem import Context, Differentiable, Options, Problem, accumulator
 from jattn._tile import Shape
 from jattn._varying import vary, varying_axes
 
@@ -141,7 +141,8 @@ def assemble(
     query, key, value = operands
     B, T, N, H = query.shape
     static_offset, offset = offset
-    mod = _check.mod(score_mod, shape, static_offset if offset is None else offset.reshape(-1, 1, 1, 1))
+    at = static_offset if offset is None else offset.reshape(-1, 1, 1, 1)
+    mod = _check.mod(score_mod, shape, at, accumulator(query.dtype))
     static_scale, scale = _check.scale(scale, H)
     threshold, words = _check.dropout(dropout_rate, dropout_key)
     arrays = Differentiable(

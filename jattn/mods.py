@@ -106,14 +106,14 @@ def relative_bias(table) -> ScoreMod:
     return ScoreMod((table,), Callable(_add, _LINE, 6), ("table",), "relative_bias")
 
 
-def bind(mod: ScoreMod, shape, offset) -> ScoreMod:
+def bind(mod: ScoreMod, shape, offset, dtype) -> ScoreMod:
     """The modifier with aux checked against `shape` (a `Shape`) and tables spread over the diagonals.
 
     `offset` is the query offset: an int or `[B or 1, 1, 1, 1]`. A diagonal array holds the value of index distance
-    `s - t` at `s - t + T - 1`.
+    `s - t` at `s - t + T - 1`, in `dtype`, the scores' own, so that the gradient of a table is summed in it.
     """
     aux = [
-        shape.scores(a, f"{mod.name} aux {i}") if kind == "element" else _diagonals(a, shape, offset)
+        shape.scores(a, f"{mod.name} aux {i}") if kind == "element" else _diagonals(a.astype(dtype), shape, offset)
         for i, (a, kind) in enumerate(zip(mod.aux, mod.kinds, strict=True))
     ]
     kinds = tuple("element" if kind == "element" else "diagonal" for kind in mod.kinds)
