@@ -169,6 +169,9 @@ def test_wrong_arguments_are_reported_as_ever():
     q, k, v = operands()
     with pytest.raises(ValueError, match="key head dim H=7 must equal query's H=8"):
         attend(q, k[..., :7], v, key_value_seq_lengths=99)()
+    for lengths in (7, [6, 7], np.array([6, 7])):
+        with pytest.raises(ValueError, match="key_value_seq_lengths=.*7.* must be <= 6"):
+            attend(q, k, v, key_value_seq_lengths=lengths)()
     with pytest.raises(TypeError, match="checked takes jattn.attention or jattn.ragged_attention"):
         debug.checked(jattn.merge)
 
