@@ -91,7 +91,9 @@ def feasible(case):
     return not (
         (case.D == "more" and case.H == 256)
         or work > 2**24 + 2**16
-        or (work > 2**21 and (case.H > 128 or case.dropout != "0"))
+        or (work > 2**21 and (case.H > 64 or case.D == "more" or case.dropout != "0"))
+        or (work > 2**23 and (case.dtype == "float64" or case.bias not in ("", "TS", "N11") or case.score_mod))
+        or B * (case.G + 1) * case.K * (case.T + case.S) * case.H > 2**22
         or (case.mask == "tree" and (case.offset not in ("0", "5") or case.T > 255))
         or (case.minus_inf and case.bias in ("", "BNT1", "N11"))
         or (case.bias_dtype != "query" and not case.bias)
@@ -565,7 +567,7 @@ def generate():
                     best, gain = case, new
         if best is None:
             i, j, a, b = left[0]
-            tries = (_complete(rng, {names[i]: a, names[j]: b}, names) for _ in range(2000))
+            tries = (_complete(rng, {names[i]: a, names[j]: b}, names) for _ in range(50_000))
             best = next((c for c in tries if feasible(c) and _lively(c)), None)
             if best is None:
                 dead.add(left[0])

@@ -97,7 +97,7 @@ def _pullback(call):
 
 
 def _baselines(p, score_mod, primals, dout, dlse):
-    """Three runs of the dense baseline with the channels of q·k and of v in different order: name -> array each."""
+    """The dense baseline, three times with the channels of q·k and v in different order where arrays are small."""
 
     def dense(d):
         return baseline.attention(
@@ -118,7 +118,7 @@ def _baselines(p, score_mod, primals, dout, dlse):
         )
 
     run, rng = _pullback(dense), np.random.default_rng(6)
-    for shuffled in (False, True, True):
+    for shuffled in (False, True, True) if p.query.size < 2**16 else (False,):
         h, d = (rng.permutation(n) if shuffled else np.arange(n) for n in (p.query.shape[-1], p.value.shape[-1]))
         order = dict(query=h, key=h, value=d)
         moved = primals | {n: primals[n][..., o] for n, o in order.items()}

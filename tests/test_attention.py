@@ -137,11 +137,6 @@ def test_case(case):
     check_case(case)
 
 
-def test_one_case_with_many_features():
-    check_case(QUICK)
-
-
-test_one_case_with_many_features.pytestmark = [pytest.mark.quick]
 QUICK = cases.Case(
     T=17,
     S=65,
@@ -163,6 +158,11 @@ QUICK = cases.Case(
     dlse=True,
     poison=True,
 )
+
+
+@pytest.mark.quick
+def test_one_case_with_many_features():
+    check_case(QUICK)
 
 
 def check_case(case):

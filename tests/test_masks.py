@@ -289,7 +289,8 @@ def test_draw_shows_the_triangle():
 
 
 def test_plot_draws_on_given_axes():
-    matplotlib = pytest.importorskip("matplotlib")
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
