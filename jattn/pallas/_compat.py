@@ -9,7 +9,6 @@ import contextvars
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax.experimental.mosaic.gpu import fragmented_array, utils
@@ -17,7 +16,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
 __all__ = [
-    "arith", "fragmented_array", "interpreting", "ir", "kernel", "llvm", "nvvm", "pl", "plgpu", "scf", "utils", "vector",
+    "arith", "fragmented_array", "interpreting", "ir", "kernel", "llvm", "nvvm", "pl", "plgpu", "scf", "utils",
+    "vector",
 ]  # fmt: skip
 
 _interpreting: contextvars.ContextVar[bool] = contextvars.ContextVar("interpreting", default=False)
@@ -82,8 +82,3 @@ def kernel(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=reduction_scratch_bytes
         ),
     )
-
-
-def reset_interpret_state() -> None:
-    """Makes interpret mode usable again after a kernel raised in it."""
-    jax.clear_caches()

@@ -27,6 +27,8 @@ class TileConfig:
         own_out: stage the output in memory of its own, else through the query's.
         lazy_rescale: rescale the accumulator only when the maximum grew by more than 2^8.
         edge_turns: the first and last product of a tile take turns between warpgroups too.
+        release_after: share of a block's exponentials that come before its keys are released. The compiler puts the
+            wait for the value product right behind that release, so this places the wait; 0 leaves it to the compiler.
         section_mb: keys and values, in MiB, that the tiles running at one time share in L2.
     """
 
@@ -37,6 +39,7 @@ class TileConfig:
     own_out: bool = True
     lazy_rescale: bool = False
     edge_turns: bool = True
+    release_after: float = 0.0
     section_mb: int = 16
 
     def __post_init__(self):
@@ -105,8 +108,7 @@ def forward_config(
 
     Args:
         bounded: whether the mask cuts keys off by their distance (causal, windows).
-        features: how many of bias, modifier, soft cap, dropout and a mask that is not an interval there are. Each needs
-            registers.
+        features: how many there are of bias, modifier, soft cap, dropout and a mask with a rule. Each needs registers.
     """
     key = capability, padded_width(head_dim), padded_width(value_dim), bounded
     if features or key not in _MEASURED:

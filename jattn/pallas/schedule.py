@@ -1,8 +1,8 @@
 """Which query tile each persistent block works on, and when.
 
-A kernel launches one block per multiprocessor, and each works through its own list of tiles. The lists are what a dynamic
-scheduler would have dealt: the tiles in a fixed order, each to the block that is free first, simulated at trace time. No
-counter, no atomics, and the same order on every run.
+A kernel launches one block per multiprocessor, and each works through its own list of tiles. The lists are what a
+dynamic scheduler would have dealt: the tiles in a fixed order, each to the block that is free first, simulated at trace
+time. No counter, no atomics, and the same order on every run.
 """
 
 import functools

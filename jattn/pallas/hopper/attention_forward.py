@@ -483,8 +483,7 @@ def _blocks(x, tile, position, buffer, s):
         accumulator = ptx.wgmma_rs(accumulator, weights, v_matrix)
         _pass_turn(x)
         (s,) = ptx.wgmma_wait_group(1, s)
-        x.k_free.bar_arrive(k_slot)
-        p, m, total, alpha = _weigh(x, tile, tile.end - 1 - i, s, m, total, bounds, masked)
+        p, m, total, alpha = _weigh(x, tile, tile.end - 1 - i, s, m, total, bounds, masked, k_slot)
         # Without the barrier the compiler moves the wait before the exponentials, and nothing overlaps.
         p, m, total, alpha = lax.optimization_barrier((p, m, total, alpha))
         (accumulator,) = ptx.wgmma_wait_group(0, accumulator)
@@ -501,16 +500,21 @@ def _blocks(x, tile, position, buffer, s):
     return carry
 
 
-def _weigh(x, tile, block, s, m, total, bounds, masked):
-    """Scores of one block to weights: `(p, m, total, alpha)`, see `softmax.online_softmax`."""
+def _weigh(x, tile, block, s, m, total, bounds, masked, k_slot=None):
+    """Scores of one block to weights: `(p, m, total, alpha)`, see `softmax.online_softmax`; releases the keys' slot."""
     plan, start = x.plan, block * x.plan.config.block_k
+    late = plan.config.release_after if k_slot is not None else 0.0
+    if k_slot is not None and not late:
+        x.k_free.bar_arrive(k_slot)
     if plan.modified:
         s = _modified(x, tile, s, start, masked)
     if masked:
         s = softmax.mask_columns(s, *(None if bound is None else bound - start for bound in bounds))
-    p, m, total, alpha = softmax.online_softmax(
-        s, m, total, plan.factor, may_be_empty=masked or plan.infinite, lazy=plan.config.lazy_rescale
+    p, m, total, alpha, *signal = softmax.online_softmax(
+        s, m, total, plan.factor, may_be_empty=masked or plan.infinite, lazy=plan.config.lazy_rescale, signal_after=late
     )
+    if late:
+        x.k_free.bar_arrive(k_slot + signal[0])
     return _dropped(x, tile, p, start), m, total, alpha
 
 
@@ -588,7 +592,8 @@ def _write(x, tile, accumulator, m, total):
     lse = jnp.where(seen, m * (1 / _LOG2E) + jnp.log(total), -jnp.inf)
     inverse = lax.broadcast_in_dim(inverse, accumulator.shape, [0])
     # Queries past the sequence's end may be NaN, which a factor of 0 would not silence.
-    accumulator = jnp.where(inverse != 0, accumulator * inverse, 0.0) if plan.query_length is None else accumulator * inverse
+    clean = plan.query_length is None
+    accumulator = jnp.where(inverse != 0, accumulator * inverse, 0.0) if clean else accumulator * inverse
     out_smem = x.q_smem.at[0, x.warpgroup] if x.out_smem is None else x.out_smem.at[x.warpgroup]
     lse_smem = x.lse_smem.at[x.warpgroup]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left the staging memory
@@ -694,6 +699,8 @@ def _schedule(plan, multiprocessors):
     kv_bytes = 2 * plan.S * (plan.H + plan.D)
     section = schedule.section_size(pairs, plan.N // plan.K, kv_bytes, config.section_mb << 20)
     costs = tuple(float(end - begin) for begin, end in map(plan.block_range, range(plan.tiles)))
+    if plan.rule is not None:  # how much of the bounds it leaves is known at run time only
+        costs = (1.0,) * plan.tiles
     return jnp.asarray(np.pad(schedule.table(pairs, costs, section, blocks), ((0, 1), (0, 0))))
 
 

@@ -1,15 +1,15 @@
 """Hopper instructions that Pallas does not offer, or not in the form that a kernel at full speed needs.
 
-Each wrapper is named after its instruction and has an equivalent in plain jnp for interpret mode. Two rules that nothing
-checks:
+Each wrapper is named after its instruction and has an equivalent in plain jnp for interpret mode. Two rules that
+nothing checks:
 
 * A value returned by `wgmma_ss` or `wgmma_rs` is *in flight*: the tensor core is still writing its registers. Only
   `wgmma_wait_group` may take it, and returns the value that can be read.
 * Between the issue of a product and its wait no branch may diverge within the warpgroup: ptxas answers by running every
   product of the kernel one after the other (warning C7518).
 
-All arrays are in the WGMMA layout: thread `lane` of warp `w` holds, of each 8-column group, columns `2·(lane % 4) + {0, 1}`
-of rows `16·w + lane // 4 + {0, 8}`.
+All arrays are in the WGMMA layout: thread `lane` of warp `w` holds, of each 8-column group, columns
+`2·(lane % 4) + {0, 1}` of rows `16·w + lane // 4 + {0, 8}`.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ _ATOM_BYTES = 8 * 2 * SLAB  # 8 rows of a slab, the period of the swizzle
 
 
 def slabs(columns: int) -> int:
-    """A matrix in shared memory is cut into slabs of 64 columns, `[slabs, rows, 64]`: 128-byte rows, swizzled as they are.
+    """Slabs of a matrix in shared memory, which is kept as `[slabs, rows, 64]`: swizzled rows of 128 bytes.
 
     A copy of a slab starts at any row of the array in HBM and ends anywhere; matrices tiled by 8 rows would need row
     counts and offsets that are multiples of 8.
@@ -90,22 +90,22 @@ class Matrix:
         return [(2 * _ATOM_BYTES * i) >> 4 for i in range(self.rows // 16)]
 
 
-def matrix(ref_of: Callable[[Any], Any], rows: int, columns: int, *, along_rows: bool = False, slots_apart: int = 1) -> Matrix:
+def matrix(ref_of: Callable, rows: int, columns: int, *, along_rows: bool = False, slots_apart: int = 1) -> Matrix:
     """The matrix in slot 0 of `ref_of(slot)`, whose slots are `slots_apart` matrices apart.
 
-    `along_rows=True` is for a right operand contracted over its rows (V), else it is contracted over its columns (Q, K).
+    `along_rows=True`: a right operand contracted over its rows (V); else contraction is over the columns (Q, K).
     """
     result = Matrix(ref_of, 0, rows, columns, slots_apart, None)
     if interpreting():
         return result
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TRANSFORMS),), return_type=_scalar_type())
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TRANSFORMS),), return_type=scalar_type())
     def descriptor_word(_, ref):
         address = llvm.ptrtoint(_i32(), utils.memref_ptr(ref))
         word = llvm.lshr(llvm.and_(address, _int(0x3FFFF)), _int(4))
         if along_rows:
             word = llvm.or_(word, _int(result._slab_bytes >> 4 << 16))  # from 64 columns to the next 64
-        return _scalar_array(word)
+        return scalar_array(word)
 
     return dataclasses.replace(result, word=descriptor_word(ref_of(0)))
 
@@ -179,7 +179,8 @@ def _mma_async(*, n, dtype, accumulator, b_word, steps, b_along_rows, a_word=Non
     first = count + len(ties)
     element = {"bfloat16": "bf16", "float16": "f16"}[np.dtype(dtype).name]
     result = "{" + ",".join(f"${i}" for i in range(count)) + "}"
-    text = "{ .reg .pred keep, zero; .reg .b32 la, lb; .reg .b64 da, db; setp.ne.b32 zero, 0, 0; setp.ne.b32 keep, 1, 0;\n"
+    text = "{ .reg .pred keep, zero; .reg .b32 la, lb; .reg .b64 da, db;\n"
+    text += "setp.ne.b32 zero, 0, 0; setp.ne.b32 keep, 1, 0;\n"
     b_operand = first + (1 if a_word is not None else len(a_registers))
     for i, (a_offset, b_offset) in enumerate(steps):
         text += f"add.s32 lb, ${b_operand}, {b_offset}; mov.b64 db, {{lb, {Matrix.HIGH_WORD}}};\n"
@@ -189,7 +190,8 @@ def _mma_async(*, n, dtype, accumulator, b_word, steps, b_along_rows, a_word=Non
         else:
             a, transposed = "{" + ",".join(f"${first + 4 * i + j}" for j in range(4)) + "}", f"{int(b_along_rows)}"
         scale_d = "zero" if accumulator is None and i == 0 else "keep"
-        text += f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element} {result}, {a}, db, {scale_d}, 1, 1, {transposed};\n"
+        instruction = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element}"
+        text += f"{instruction} {result}, {a}, db, {scale_d}, 1, 1, {transposed};\n"
     text += "}"
     nvvm.wgmma_fence_aligned()
     kinds = ["r"] * (len(operands) - len(ties))
@@ -270,16 +272,18 @@ def st_shared_zero_rows(ref, first_row) -> None:
         thread = arith.remui(thread_index(), _int(128))
         base = arith.addi(llvm.ptrtoint(_i32(), utils.memref_ptr(ref)), arith.muli(thread, _int(16)))
         thread_row = arith.divui(thread, _int(8))  # 8 threads clear a row, 128 threads 16 rows
-        text = "{ .reg .pred p; .reg .b32 z; mov.b32 z, 0; setp.ge.s32 p, $1, $2; @p st.shared.v4.b32 [$0], {z, z, z, z}; }"
+        text = "{ .reg .pred p; .reg .b32 z; mov.b32 z, 0; setp.ge.s32 p, $1, $2;"
+        text += " @p st.shared.v4.b32 [$0], {z, z, z, z}; }"
         for i in range(count * rows // 16):
-            operands = [arith.addi(base, _int(i * 2048)), arith.addi(thread_row, _int(i * 16 % rows)), first.registers[()]]
+            row = arith.addi(thread_row, _int(i * 16 % rows))
+            operands = [arith.addi(base, _int(i * 2048)), row, first.registers[()]]
             llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,r,r", has_side_effects=True)
 
     clear(ref, jnp.asarray(first_row, jnp.int32))
 
 
 def stmatrix(array, ref) -> None:
-    """Stores a 16-bit `[64, columns]` array in registers to `ref [slabs, 64, 64]` (`stmatrix`), without bank conflicts."""
+    """Stores a 16-bit `[64, columns]` array to `ref [slabs, 64, 64]`, without bank conflicts (`stmatrix`)."""
     columns = array.shape[1]
     if interpreting():
         for i in range(slabs(columns)):
@@ -293,7 +297,8 @@ def stmatrix(array, ref) -> None:
         thread = thread_index()
         lane, warp = arith.remui(thread, _int(32)), arith.remui(arith.divui(thread, _int(32)), _int(4))
         in_group, matrix_of_lane = arith.remui(lane, _int(8)), arith.divui(lane, _int(8))
-        row = arith.addi(arith.muli(warp, _int(16)), arith.addi(in_group, arith.muli(arith.remui(matrix_of_lane, _int(2)), _int(8))))
+        lower = arith.muli(arith.remui(matrix_of_lane, _int(2)), _int(8))
+        row = arith.addi(arith.muli(warp, _int(16)), arith.addi(in_group, lower))
         base = arith.addi(llvm.ptrtoint(_i32(), utils.memref_ptr(ref)), arith.muli(row, _int(2 * SLAB)))
         second = arith.divui(matrix_of_lane, _int(2))  # lanes 16 to 31 give the addresses of the second 8 columns
         for group in range(0, columns // 8, 2):
@@ -303,8 +308,8 @@ def stmatrix(array, ref) -> None:
             address = arith.addi(arith.addi(base, _int(slab_start)), arith.muli(chunk, _int(16)))
             registers = ", ".join(f"${1 + i}" for i in range(count))
             text = f"stmatrix.sync.aligned.m8n8.x{count}.shared.b16 [$0], {{{registers}}};"
-            operands = [address, *words[2 * group : 2 * group + count]]
-            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, ",".join("r" * (count + 1)), has_side_effects=True)
+            operands, kinds = [address, *words[2 * group : 2 * group + count]], ",".join("r" * (count + 1))
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, kinds, has_side_effects=True)
 
     store(array, ref)
 
@@ -419,7 +424,7 @@ def _int64(value: int):
     return arith.constant(ir.IntegerType.get_signless(64), value)
 
 
-# --- scalar instructions, for use inside `plgpu.inline_mgpu` bodies on the registers of an array ---------------------------
+# --- scalar instructions, for use inside `plgpu.inline_mgpu` on the registers of an array -----------------------------
 
 
 def ex2(x):
@@ -465,7 +470,7 @@ def vote_any(condition):
 
 
 def thread_index():
-    """`%tid.x`, read where it stands: what the compiler derives from a hoisted one stays in registers through the loop."""
+    """`%tid.x`, read where it stands: what is derived from a hoisted one would stay in registers through the loop."""
     return llvm.inline_asm(_i32(), [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
 
 
@@ -579,9 +584,9 @@ def row_type(dtype=jnp.float32):
 array_type = _array_type
 
 
-def _scalar_type():
+def scalar_type():
     return plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
 
-def _scalar_array(word):
+def scalar_array(word):
     return fragmented_array.FragmentedArray.splat(word, (), is_signed=True)

@@ -2,8 +2,8 @@
 
     scale → + bias → modifier → soft cap → mask
 
-A plain problem does none of it: its scale is part of the exponential and its bounds are applied by `mask_columns`. Other
-tiles are walked in slices of columns, so that few values are live beside the tile itself.
+A plain problem does none of it: its scale is part of the exponential and its bounds are applied by `mask_columns`.
+Other tiles are walked in slices of columns, so that few values are live beside the tile itself.
 """
 
 import dataclasses

@@ -15,7 +15,7 @@ LAZY_THRESHOLD = 8.0  # in log2 units: weights stay below 2^8 of the row's refer
 
 
 def init_state(columns: int, sink=None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`(m, total, accumulator [64, columns])` of rows that have seen no key, or a sink alone (a logit in log2 units)."""
+    """`(m, total, accumulator [64, columns])` of rows that have seen no key, or only a sink (in log2 units)."""
     start, weight = (-jnp.inf, 0.0) if sink is None else (sink, jnp.where(sink == -jnp.inf, 0.0, 1 / 8))
     m = plgpu.layout_cast(jnp.full((ptx.TILE_ROWS,), start, jnp.float32), ptx.ROW)
     total = plgpu.layout_cast(jnp.full((ptx.TILE_ROWS, 8), weight, jnp.float32), ptx.WGMMA)
@@ -24,10 +24,10 @@ def init_state(columns: int, sink=None) -> tuple[jax.Array, jax.Array, jax.Array
 
 
 def mask_columns(s: jax.Array, low: jax.Array | None, high: jax.Array | None) -> jax.Array:
-    """Scores with −inf outside columns `[low, high)` of each row; bounds are int32 `[64]` or `[]`, relative to the tile.
+    """Scores with −inf outside columns `[low, high)` of the tile; the bounds are int32, `[64]` a row or `[]` for all.
 
-    The bound, less the thread's first column, is compared with a constant per register. A tile of column numbers would be
-    hoisted out of the loop by the compiler, one register per element, and spill.
+    The bound, less the thread's first column, is compared with a constant per register. A tile of column numbers would
+    be hoisted out of the loop by the compiler, one register per element, and spill.
     """
     if low is None and high is None:
         return s
@@ -61,13 +61,15 @@ def mask_columns(s: jax.Array, low: jax.Array | None, high: jax.Array | None) ->
     return mask(s, *bounds)
 
 
-def online_softmax(s, m, total, factor: float, *, may_be_empty: bool, lazy: bool):
+def online_softmax(s, m, total, factor: float, *, may_be_empty: bool, lazy: bool, signal_after: float = 0.0):
     """One step: `(p, m, total, alpha)` for scores `s [64, n]`, where weights are `p = 2^(factor·s − m)` and what was
     accumulated under the old `m` is to be multiplied by `alpha [64]`.
 
     Args:
         factor: positive; turns scores into log2 units.
         may_be_empty: whether a row may have no visible key up to and including this tile.
+        signal_after: a fraction above 0 asks for a fifth result, an int32 0 that exists once that share of the
+            exponentials does: what depends on it, and what may not move before that, comes no earlier.
         lazy: keep the old `m` until the maximum exceeds it by `LAZY_THRESHOLD`; alpha is then exactly 1.
     """
     if interpreting():
@@ -76,12 +78,14 @@ def online_softmax(s, m, total, factor: float, *, may_be_empty: bool, lazy: bool
         shift = jnp.where(new == -jnp.inf, 0.0, new)
         alpha = jnp.exp2(m - shift)
         p = jnp.exp2(s * factor - shift[:, None])
-        return p, new, total * alpha[:, None] + p.reshape(p.shape[0], -1, 8).sum(1), alpha
+        results = p, new, total * alpha[:, None] + p.reshape(p.shape[0], -1, 8).sum(1), alpha
+        return (*results, jnp.int32(0)) if signal_after else results
     columns = s.shape[1]
 
     @plgpu.inline_mgpu(
         arg_types=(ptx.WGMMA, ptx.ROW, ptx.WGMMA),
-        return_type=(ptx.array_type(columns), ptx.row_type(), ptx.array_type(8), ptx.row_type()),
+        return_type=(ptx.array_type(columns), ptx.row_type(), ptx.array_type(8), ptx.row_type())
+        + ((ptx.scalar_type(),) if signal_after else ()),
     )
     def step(_, s, m, total):
         scores, old, sums, c = ptx.scalars(s), ptx.scalars(m), ptx.scalars(total), ptx.constant(factor)
@@ -100,13 +104,16 @@ def online_softmax(s, m, total, factor: float, *, may_be_empty: bool, lazy: bool
             negated.append(shift)
             alpha.append(ptx.ex2(ptx.add(old[row], shift)))
         p = [ptx.ex2(ptx.fma(x, c, negated[ptx.row_of(i)])) for i, x in enumerate(scores)]
-        for j in range(4):  # the thread's four partial sums
-            sums[j] = ptx.fma(sums[j], alpha[ptx.row_of(j)], p[j])
-            for x in p[j + 4 :: 4]:
-                sums[j] = ptx.add(sums[j], x)
-        return (
+        signal = None
+        for i, x in enumerate(p):  # into the thread's four partial sums
+            sums[i % 4] = ptx.fma(sums[i], alpha[ptx.row_of(i)], x) if i < 4 else ptx.add(sums[i % 4], x)
+            if signal is None and i + 1 >= signal_after * len(p):
+                negative = arith.cmpf(arith.CmpFPredicate.OLT, sums[i % 4], ptx.constant(-1.0))  # never
+                signal = arith.extui(ir.IntegerType.get_signless(32), negative)
+        results = (
             ptx.from_scalars(p), ptx.rows_from_scalars(new, m), ptx.from_scalars(sums), ptx.rows_from_scalars(alpha, m),
         )  # fmt: skip
+        return (*results, ptx.scalar_array(signal)) if signal_after else results
 
     return step(s, m, total)
 

@@ -1,0 +1,72 @@
+"""Without a GPU, every shipped config compiles to sm_90a with nothing spilled and no product serialised."""
+
+import dataclasses
+
+import cases
+import jax
+import jax.numpy as jnp
+import pytest
+from aot import compile_for_h200, parse
+
+from jattn import mods
+from jattn.attention import prepare
+from jattn.pallas.hopper import attention_forward
+
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (40, 40), (64, 128)]
+FEATURES = {
+    "window": dict(is_causal=True, local_window_size=(100, 0)),
+    "lengths": dict(is_causal=True, query_offset="end", key_value_seq_lengths=jnp.array([5, 7], jnp.int32)),
+    "bias": dict(is_causal=True, bias=jnp.zeros((300, 333), jnp.bfloat16)),
+    "soft cap": dict(is_causal=True, logits_soft_cap=20.0),
+    "modifier": dict(is_causal=True, score_mod=mods.alibi(2)),
+    "segments": dict(segment_ids=(jnp.zeros(300, jnp.int32), jnp.zeros(333, jnp.int32))),
+    "dropout": dict(dropout_rate=0.1, dropout_key=jax.random.key(0)),
+    "sinks": dict(sinks=jnp.zeros(2)),
+    "traced scale": dict(scale=jnp.float32(0.3)),
+}
+
+
+def report(H, D, sizes=(300, 333), dtype="bfloat16", **kwargs):
+    """ptxas' report of the forward kernel for the config that dispatch chooses."""
+    q, k, v = cases.qkv(B=2, T=sizes[0], S=sizes[1], N=2, K=1, H=H, D=D, dtype=dtype)
+    call = prepare(q, k, v, **kwargs)
+    options = dataclasses.replace(call.options, config=attention_forward.choose(call.problem, None))
+    leaves, structure = jax.tree.flatten((call.arrays, call.context))
+
+    def forward(*leaves):
+        return attention_forward.forward(*jax.tree.unflatten(structure, leaves), options)
+
+    found = compile_for_h200(forward, *leaves)
+    assert found.clean, f"{options.config}: {found}"
+    return found
+
+
+def test_the_report_is_read():
+    text = "3 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads\nUsed 168 registers\nwgmma serialized"
+    found = parse(text)
+    assert (found.registers, found.spill_bytes, found.stack_bytes, found.serialized) == (168, 12, 3, True)
+    assert not found.clean
+    with pytest.raises(RuntimeError, match="nothing"):
+        parse("")
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_head_dims(dims, causal):
+    report(*dims, is_causal=causal)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_long_aligned_sequences(width, causal):
+    """The benchmarked class: no masking but the diagonal, 3 consumer warpgroups at head dim 64."""
+    report(width, width, (4096, 4096), dtype="float16", is_causal=causal)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_features(width, feature):
+    report(width, width, **FEATURES[feature])
