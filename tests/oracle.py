@@ -126,7 +126,7 @@ def backward(p, dout, dlse=None):
     B, T, N, _ = p.query.shape
     dq, dk, dv = (np.zeros(x.shape) for x in (p.query, p.key, p.value))
     dbias, daux = _Sum(np.shape(p.bias)), [_Sum(np.shape(a)) for a in p.aux]
-    dsinks, dscale, squares = _Sum((N, 1, 1)), _Sum(()), _Sum(())
+    dsinks, dscale, terms = _Sum((N, 1, 1)), _Sum(()), dict(sinks=np.zeros(N), scale=0.0)
     for b in range(B):
         for n in range(N):
             f = _slice_forward(p, b, n)
@@ -135,6 +135,7 @@ def backward(p, dout, dlse=None):
             dprob = (g @ f["v"].T) * f["factor"]
             delta = (f["prob"] * dprob).sum(axis=1)
             ds = f["prob"] * (dprob - delta[:, None] + glse[:, None])
+            rough = f["prob"] * (abs(dprob) + abs(delta - glse)[:, None])  # what a machine adds, before it cancels
             dsinks.add((f["prob_sink"] * (glse - delta))[:, None], b, n)
             if p.soft_cap is not None:
                 ds = ds * (1 - np.tanh(f["safe"] / p.soft_cap) ** 2)
@@ -146,7 +147,8 @@ def backward(p, dout, dlse=None):
             if p.bias is not None:
                 dbias.add(ds, b, n)
             dscale.add(ds * f["qk"], b, n)
-            squares.add((ds * f["qk"]) ** 2, b, n)
+            terms["scale"] += ((rough * f["qk"]) ** 2).sum()
+            terms["sinks"][n] += ((f["prob_sink"] * (abs(delta) + abs(glse))) ** 2).sum()
             dq[b, :, n] += _scale(p) * ds @ f["k"]
             dk[b, :, f["kv"]] += _scale(p) * ds.T @ f["q"]
             dv[b, :, f["kv"]] += (f["prob"] * f["factor"]).T @ g
@@ -157,7 +159,8 @@ def backward(p, dout, dlse=None):
         bias=dbias.total,
         sinks=dsinks.total[:, 0, 0],
         scale=dscale.total,
-        scale_terms=np.sqrt(squares.total),  # the size that a sum of as many independent terms would have
+        # Sizes of sums of as many independent terms, for the gradients that are a number or one a head.
+        terms={name: np.sqrt(np.max(x)) for name, x in terms.items()},
         aux=[s.total for s in daux],
     )
 
