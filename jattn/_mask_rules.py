@@ -131,17 +131,16 @@ class Lengths(Mask):
 @mask_class
 class Segments(Mask):
     query_ids: Any
-    key_ids: Any
+    key_ids: Any  # None: the queries' (until bound)
 
     def __repr__(self):
-        same = self.query_ids is self.key_ids
-        return f"segments({short(self.query_ids)})" if same else (
-            f"segments({short(self.query_ids)}, {short(self.key_ids)})"
-        )
+        ids = [x for x in (self.query_ids, self.key_ids) if x is not None]
+        return f"segments({', '.join(map(short, ids))})"
 
     def bind(self, shape):
+        key_ids = self.query_ids if self.key_ids is None else self.key_ids
         return Segments(
-            shape.per_token(self.query_ids, "query segment ids", 2), shape.per_token(self.key_ids, "key segment ids", 3)
+            shape.per_token(self.query_ids, "query segment ids", 2), shape.per_token(key_ids, "key segment ids", 3)
         )
 
     def tile(self, tile):
@@ -154,7 +153,7 @@ class Segments(Mask):
         return (q0 <= k1) & (k0 <= q1), (q0 == k1) & (k0 == q1)
 
     def sizes(self):
-        return max(_leading(self.query_ids, 1), _leading(self.key_ids, 1)), 1
+        return max(_leading(x, 1) for x in (self.query_ids, self.key_ids) if x is not None), 1
 
 
 @mask_class

@@ -89,11 +89,11 @@ def segments(query_ids, key_ids=None) -> Mask:
         key_ids: int `[S]` or `[*B, S]`; None when queries and keys are the same tokens.
     """
     query_ids = _array(query_ids, "query segment ids", jnp.integer)
-    key_ids = query_ids if key_ids is None else _array(key_ids, "key segment ids", jnp.integer)
-    if query_ids.dtype != key_ids.dtype:
+    key_ids = None if key_ids is None else _array(key_ids, "key segment ids", jnp.integer)
+    if key_ids is not None and query_ids.dtype != key_ids.dtype:
         raise TypeError(f"key segment ids are {key_ids.dtype}, query segment ids are {query_ids.dtype}: use one dtype")
     for name, ids in (("query", query_ids), ("key", key_ids)):
-        if ids.ndim == 0:
+        if ids is not None and ids.ndim == 0:
             raise ValueError(f"{name} segment ids are a scalar; expected one id a token")
     return Segments(query_ids, key_ids)
 
