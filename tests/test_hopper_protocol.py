@@ -135,16 +135,14 @@ def simulate(blocks_of_tiles, seed, *, warpgroups, stages, cross_tile, own_out, 
                 copy(q, (r % buffers, w), r, q_ready[r % buffers][w])
 
         position = 0
-        if cross_tile:
-            yield from load_q(0)
         for r, n in enumerate(blocks_of_tiles):
+            if cross_tile:
+                yield from load_q(r)
             yield from load(k, k_free, k_ready, position)
             if r:
                 yield from load(v, v_free, v_ready, position - 1)
             if not cross_tile:
                 yield from load_q(r)
-            elif r + 1 < len(blocks_of_tiles):
-                yield from load_q(r + 1)
             for i in range(1, n):
                 yield from load(k, k_free, k_ready, position + i)
                 yield from load(v, v_free, v_ready, position + i - 1)

@@ -62,5 +62,8 @@ def test_configs_say_what_does_not_fit():
 def test_every_head_dim_has_a_legal_config(features, bounded):
     for head in range(8, 257, 8):
         for value in {head, 64, 128, 256}:
-            config = configs.forward_config(head, value, query_length=4096, bounded=bounded, features=features)
-            assert config.why_not(head, value) is None
+            for length in (1, 4096, 16384):
+                config = configs.forward_config(
+                    head, value, query_length=length, key_length=length, bounded=bounded, features=features
+                )
+                assert config.why_not(head, value) is None

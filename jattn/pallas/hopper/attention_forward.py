@@ -12,7 +12,7 @@ Pipeline: one producer warpgroup copies q, k and v into rings of shared memory (
 take turns on the tensor core, so that one computes exponentials while another multiplies. Within a warpgroup the
 product q·k of block i is issued with p·v of block i − 1, whose wait comes after the softmax of block i:
 
-    producer     K0 Q0 | K1 V0 | K2 V1 | … | K0' V(n−1) Q0' …
+    producer     Q K0 | K1 V0 | K2 V1 | … | Q' K0' V(n−1) …
     consumer     QK0 softmax0 | QK1 PV0, softmax1 under PV0 | … | QK0' PV(n−1), write out under QK0'
 
 Thread blocks are persistent: each walks its column of a table made by simulating a dynamic scheduler (`schedule.py`).
@@ -263,12 +263,12 @@ def _produce(x):
     """Copies in the order of need: the first keys of a tile before the last values of the tile before."""
     buffers = x.q_smem.shape[0]
     first = _item(x, _i32(0))
-    if buffers == 2:
-        _load_queries(x, _tile(x, first), _i32(0))
 
     def one_tile(r, carry):
         position, item, previous_item = carry
         tile, following = _tile(x, item), _item(x, r + 1)
+        if buffers == 2:  # free since the tile before last: this never waits long, and never holds up the keys
+            _load_queries(x, tile, r)
         _load_keys(x, tile, tile.end - 1, position)
 
         @pl.when(r > 0)
@@ -276,10 +276,8 @@ def _produce(x):
             previous = _tile(x, previous_item)
             _load_values(x, previous, previous.begin, position - 1)
 
-        if buffers == 1:
+        if buffers == 1:  # free when the tile before is done, which needs the values above
             _load_queries(x, tile, r)
-        else:
-            pl.when(r + 1 < x.items)(lambda: _load_queries(x, _tile(x, following), r + 1))
 
         def one_block(i, _):
             _load_keys(x, tile, tile.end - 1 - i, position + i)
@@ -761,7 +759,7 @@ def choose(problem, config) -> configs.TileConfig:
         changes = (problem.bias, problem.score_mod, problem.soft_cap)
         return configs.forward_config(
             problem.H, problem.D, query_length=problem.T, bounded="causal" in mask or "window(" in mask,
-            features=sum(c is not None for c in changes) + bool(problem.dropout) + (not bounds),
+            key_length=problem.S, features=sum(c is not None for c in changes) + bool(problem.dropout) + (not bounds),
         )
     if not isinstance(config, configs.TileConfig):
         raise TypeError(f"config={config!r} is not a jattn.pallas.configs.TileConfig, which mosaic takes")
