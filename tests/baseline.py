@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+LOG2E = 1.4426950408889634
+
 
 def attention(
     query,
@@ -64,12 +66,17 @@ def _softmax_value(score, sink, value, factor):
     return _forward(score, sink, value, factor)[0]
 
 
+def _exp(x, shift):
+    """exp(x − shift) as kernels compute it."""
+    return jnp.exp2(x * LOG2E - shift * LOG2E)
+
+
 def _forward(score, sink, value, factor):
     """(out [B, N, T, D], lse [B, N, T, 1]) of masked scores [B, N, T, S], sink [B, N, T, 1], value [B, S, N, D]."""
     top = jnp.maximum(jnp.max(score, axis=-1, keepdims=True, initial=-jnp.inf), sink)
     top = jnp.where(top == -jnp.inf, jnp.zeros((), top.dtype), top)
-    weight = jnp.exp(score - top)
-    total = weight.sum(-1, keepdims=True) + jnp.exp(sink - top)
+    weight = _exp(score, top)
+    total = weight.sum(-1, keepdims=True) + _exp(sink, top)
     lse = top + jnp.log(total)
     prob = weight / jnp.where(total > 0, total, jnp.ones((), total.dtype)) * factor
     out = jnp.einsum("bnts,bsnd->bntd", prob.astype(value.dtype), value, preferred_element_type=score.dtype)
@@ -85,11 +92,11 @@ def _backward(saved, cotangents):
     dlse, lse = (jnp.where(empty, jnp.zeros((), lse.dtype), x) for x in (dlse, lse))
     delta = (dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1, keepdims=True)
     dprob = jnp.einsum("bntd,bsnd->bnts", dout, value, preferred_element_type=score.dtype) * factor
-    prob = jnp.exp(score - lse)
+    prob = _exp(score, lse)
     dvalue = jnp.einsum(
         "bnts,bntd->bsnd", (prob * factor).astype(value.dtype), dout, preferred_element_type=score.dtype
     )
-    return prob * (dprob - delta + dlse), jnp.exp(sink - lse) * (dlse - delta), dvalue.astype(value.dtype), None
+    return prob * (dprob - delta + dlse), _exp(sink, lse) * (dlse - delta), dvalue.astype(value.dtype), None
 
 
 _softmax_value.defvjp(_forward, _backward)
