@@ -68,10 +68,3 @@ def _simulate(order: np.ndarray, costs: np.ndarray, blocks: int) -> np.ndarray:
     for block, items in enumerate(lists):
         dealt[: len(items), block] = items
     return dealt
-
-
-def imbalance(dealt: np.ndarray, costs: tuple[float, ...]) -> float:
-    """Time of the busiest block over the mean, for a table and the costs it was made from."""
-    items = dealt[:-1]
-    cost = np.where(items >= 0, np.asarray(costs)[items % len(costs)] + TILE_OVERHEAD, 0.0).sum(0)
-    return float(cost.max() / cost.mean())

@@ -262,7 +262,7 @@ def st_shared_zero_rows(ref, first_row) -> None:
     """
     count, rows, _ = ref.shape
     if interpreting():
-        kept = jnp.arange(rows)[:, None] < first_row
+        kept = jnp.arange(rows, dtype=jnp.int32)[:, None] < first_row
         for i in range(count):
             ref[i] = jnp.where(kept, ref[i], 0).astype(ref.dtype)
         return
@@ -329,7 +329,8 @@ def ld_global(ref, batch, head, row, column, width: int, diagonal_origin: int | 
     dtype = jnp.float32 if jnp.issubdtype(ref.dtype, jnp.floating) else jnp.int32
     if interpreting():
         plane = ref[jnp.minimum(batch, ref.shape[0] - 1), jnp.minimum(head, ref.shape[1] - 1)].astype(dtype)
-        rows, columns = row + jnp.arange(TILE_ROWS)[:, None], column + jnp.arange(width)[None, :]
+        rows = (row + jnp.arange(TILE_ROWS, dtype=jnp.int32))[:, None]
+        columns = column + jnp.arange(width, dtype=jnp.int32)
         if diagonal:
             return plane[jnp.clip(columns - rows + diagonal_origin, 0, plane.shape[0] - 1)]
         rows, columns = (jnp.clip(i, 0, n - 1) for i, n in zip((rows, columns), plane.shape, strict=True))

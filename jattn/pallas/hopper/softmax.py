@@ -32,7 +32,7 @@ def mask_columns(s: jax.Array, low: jax.Array | None, high: jax.Array | None) ->
     if low is None and high is None:
         return s
     if interpreting():
-        column = jnp.arange(s.shape[1])
+        column = jnp.arange(s.shape[1], dtype=jnp.int32)
         keep = jnp.ones(s.shape, bool)
         keep = keep if high is None else keep & (column < high.reshape(-1, 1))
         keep = keep if low is None else keep & (column >= low.reshape(-1, 1))
