@@ -611,13 +611,13 @@ def _write(x, tile, accumulator, m, total):
 
 
 def forward(arrays, context, options, *, interpret=False, multiprocessors=_MULTIPROCESSORS):
-    """`(out [B, T, N, D] in the query's dtype, lse float32 [B, T, N])` of a described call (see `_problem`).
+    """`(out [B, T, N, D] in the query's dtype, lse float32 [B, T, N], None)` of a described call (see `_problem`).
 
     `interpret=True` emulates the kernel on the CPU, with race detection.
     """
     (B, T, N, H), (S, K), D = arrays.query.shape, arrays.key.shape[1:3], arrays.value.shape[3]
     if 0 in (B, T, N, S):
-        return _nothing_to_see(arrays, context, (B, T, N, D))
+        return *_nothing_to_see(arrays, context, (B, T, N, D)), None
     spec = lowering.lower_mask(context.mask)
     length = S if spec.key_length is None else spec.key_length
     plan = Plan(
@@ -637,7 +637,7 @@ def forward(arrays, context, options, *, interpret=False, multiprocessors=_MULTI
         sinks=None if arrays.sinks is None else arrays.sinks.astype(jnp.float32),
         dropout_key=None if context.dropout_key is None else lax.bitcast_convert_type(context.dropout_key, jnp.int32),
     )
-    return _launch(plan, inputs, interpret=interpret)
+    return *_launch(plan, inputs, interpret=interpret), None
 
 
 def _nothing_to_see(arrays, context, shape):
