@@ -1,7 +1,14 @@
 """Which implementation runs a call: one table, one rule.
 
-An implementation is a module with `why_not(problem) -> str | None`, `choose(problem, config) -> config`, and plain
-`forward` and `backward` functions. `None` picks the first that can run; a named one runs or is refused with the reason.
+An implementation is a module with
+
+    why_not(problem) -> str | None
+    choose(problem, config) -> config
+    forward(arrays, context, options) -> (out, lse, rest)
+    backward(arrays, context, options, out, lse, rest, dout, dlse) -> gradients
+
+where `rest` is whatever its forward hands to its backward. `None` picks the first that can run; a named one runs or is
+refused with the reason.
 """
 
 import dataclasses

@@ -196,19 +196,19 @@ def _in_auto_mode(attend, arrays, context):
 @functools.partial(jax.jit, static_argnums=0)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(options, arrays, context):
-    out, lse = _module(options).forward(arrays, context, options)
+    out, lse, _ = _module(options).forward(arrays, context, options)
     return out.astype(arrays.query.dtype), lse
 
 
 def _attend_forward(options, arrays, context):
-    out, lse = _module(options).forward(arrays, context, options)
+    out, lse, rest = _module(options).forward(arrays, context, options)
     # The rounding error of a 16-bit out shifts whole rows of score gradients by one amount. That averages out in dq
     # and dk, but not in gradients that sum over rows or keys: those read out as it was before rounding.
     if all(x is None for x in (arrays.scale, arrays.bias, arrays.sinks)) and not arrays.aux:
         out = out.astype(arrays.query.dtype)
     # Named so that checkpoint policies can keep them, and with them everything a backward needs besides q, k, v.
-    out, lse = checkpoint_name(out, "jattn_out"), checkpoint_name(lse, "jattn_lse")
-    return (out.astype(arrays.query.dtype), lse), (arrays, context, out, lse)
+    out, (lse, rest) = checkpoint_name(out, "jattn_out"), checkpoint_name((lse, rest), "jattn_lse")
+    return (out.astype(arrays.query.dtype), lse), (arrays, context, out, lse, rest)
 
 
 def _attend_backward(options, saved, cotangents):
@@ -217,8 +217,8 @@ def _attend_backward(options, saved, cotangents):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward(options, saved, cotangents):
-    arrays, context, out, lse = saved
-    return _module(options).backward(arrays, context, options, out, lse, *cotangents)
+    arrays, context, *results = saved
+    return _module(options).backward(arrays, context, options, *results, *cotangents)
 
 
 @_backward.defjvp

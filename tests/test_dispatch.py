@@ -17,7 +17,7 @@ def implementation(reason=None, config="theirs"):
 
     def forward(arrays, context, options):
         assert options.config == config
-        return jnp.full_like(arrays.query, 7), jnp.zeros(arrays.query.shape[:3])
+        return jnp.full_like(arrays.query, 7), jnp.zeros(arrays.query.shape[:3]), None
 
     return types.SimpleNamespace(why_not=lambda problem: reason, choose=lambda problem, given: config, forward=forward)
 
