@@ -266,7 +266,7 @@ def test_out_and_lse_carry_checkpoint_names():
 
 
 def test_scan_over_layers():
-    layers = rng.standard_normal((3, N * H, N * H)).astype(np.float32) / np.sqrt(N * H)
+    layers = (rng.standard_normal((3, N * H, N * H)) / np.sqrt(N * H)).astype(np.float32)
 
     def layer(x, w):
         y = jattn.attention(x, x, x, is_causal=True)
