@@ -428,7 +428,7 @@ def test_merge_of_empty_states_is_empty_and_finite():
     same_bits(jattn.merge(empty, some), some)
     same_bits(jattn.merge(some, empty), some)
     grads = jax.grad(
-        lambda a, b: jnp.sum(jattn.merge(a, b)[0]) + jnp.where(jattn.merge(a, b)[1] > -jnp.inf, 1.0, 0.0).sum(), (0, 1)
+        lambda a, b: jnp.sum(jattn.merge(a, b)[0]) + jnp.sum(jattn.merge(a, b)[1] > -jnp.inf, dtype=jnp.float32), (0, 1)
     )
     for pair in ((empty, empty), (empty, some), (some, empty)):
         assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads(*pair)))
