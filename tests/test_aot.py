@@ -10,7 +10,7 @@ from aot import compile_for_h200, parse
 
 from jattn import mods
 from jattn.attention import prepare
-from jattn.pallas.hopper import attention_forward
+from jattn.pallas import attention as mosaic
 
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (40, 40), (64, 128)]
 FEATURES = {
@@ -30,11 +30,11 @@ def report(H, D, sizes=(300, 333), dtype="bfloat16", **kwargs):
     """ptxas' report of the forward kernel for the config that dispatch chooses."""
     q, k, v = cases.qkv(B=2, T=sizes[0], S=sizes[1], N=2, K=1, H=H, D=D, dtype=dtype)
     call = prepare(q, k, v, **kwargs)
-    options = dataclasses.replace(call.options, config=attention_forward.choose(call.problem, None))
+    options = dataclasses.replace(call.options, config=mosaic.choose(call.problem, None))
     leaves, structure = jax.tree.flatten((call.arrays, call.context))
 
     def forward(*leaves):
-        return attention_forward.forward(*jax.tree.unflatten(structure, leaves), options)
+        return mosaic.forward(*jax.tree.unflatten(structure, leaves), options)
 
     found = compile_for_h200(forward, *leaves)
     assert found.clean, f"{options.config}: {found}"

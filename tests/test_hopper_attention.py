@@ -12,8 +12,8 @@ import oracle
 import pytest
 
 from jattn.attention import prepare
+from jattn.pallas import attention as mosaic
 from jattn.pallas import configs
-from jattn.pallas.hopper import attention_forward
 
 SMALL = configs.TileConfig(warpgroups=2, block_k=32, cross_tile=False, own_out=False)
 OVERLAPPED = configs.TileConfig(warpgroups=2, block_k=32, lazy_rescale=True)
@@ -26,8 +26,8 @@ def forward_only(case, config=None, **how):
     kwargs = cases.arguments(case, x)
     kwargs.pop("return_residual")
     call = prepare(**kwargs)
-    options = dataclasses.replace(call.options, config=config or attention_forward.choose(call.problem, None))
-    run = jax.jit(lambda arrays, context: attention_forward.forward(arrays, context, options, **how))
+    options = dataclasses.replace(call.options, config=config or mosaic.choose(call.problem, None))
+    run = jax.jit(lambda arrays, context: mosaic.forward(arrays, context, options, **how))
     out, lse, _ = run(call.arrays, call.context)
     p = cases.problem(case, x)
     truth, truth_lse = oracle.forward(p)
@@ -92,15 +92,15 @@ def problem_of(**changes):
     "changes, words", [(dict(dtype="float32"), "float32"), (dict(H=20), "H=20"), (dict(H=264), "H=264"), ({}, "GPU")]
 )
 def test_refusals_name_their_reason(changes, words):
-    assert words in attention_forward.why_not(problem_of(**changes))
+    assert words in mosaic.why_not(problem_of(**changes))
 
 
 def test_a_config_is_checked():
     with pytest.raises(TypeError, match="TileConfig"):
-        attention_forward.choose(problem_of(), "fast")
+        mosaic.choose(problem_of(), "fast")
     with pytest.raises(ValueError, match="shared memory"):
-        attention_forward.choose(problem_of(H=256), configs.TileConfig(block_k=176))
-    assert attention_forward.choose(problem_of(), SMALL) is SMALL
+        mosaic.choose(problem_of(H=256), configs.TileConfig(block_k=176))
+    assert mosaic.choose(problem_of(), SMALL) is SMALL
 
 
 TABLE = [case for case in cases.CASES if case.dtype in ("bfloat16", "float16")]
@@ -117,8 +117,8 @@ def test_table(case):
 def test_repeats_are_bit_equal(width):
     q, k, v = cases.qkv(B=2, T=1000, S=1000, N=4, K=2, H=width, dtype="bfloat16")
     call = prepare(q, k, v, is_causal=True)
-    options = dataclasses.replace(call.options, config=attention_forward.choose(call.problem, None))
-    run = jax.jit(lambda arrays, context: attention_forward.forward(arrays, context, options)[:2])
+    options = dataclasses.replace(call.options, config=mosaic.choose(call.problem, None))
+    run = jax.jit(lambda arrays, context: mosaic.forward(arrays, context, options)[:2])
     first = run(call.arrays, call.context)
     for _ in range(200):
         again = run(call.arrays, call.context)
