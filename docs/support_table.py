@@ -17,11 +17,10 @@ START, END = "<!-- support table: ./run python docs/support_table.py -->", "<!--
 
 
 def ask(op, *arguments, **options):
-    """name -> None or the reason for refusing this call, by every implementation of `op`."""
+    """name -> None or the reason for refusing this call on any machine, by every implementation of `op`."""
     with jax.enable_x64(True):
-        names = _dispatch.names(op)
-        found = {name: jattn.explain(*arguments, op=op, implementation=name, **options) for name in names}
-    return {name: told.refused.get(name) for name, told in found.items()}
+        problem = jattn.explain(*arguments, op=op, **options).problem
+    return {name: _dispatch.why_not(problem, name) for name in _dispatch.names(op)}
 
 
 def attention(dtype="bfloat16", T=1024, S=1024, N=8, K=8, H=128, D=128, **options):

@@ -2,36 +2,45 @@
 
 An implementation is a module with
 
-    why_not(problem) -> str | None
+    PLATFORM: str | None                           the only platform it lowers for, as `lax.platform_dependent` names it
+    why_not(problem) -> str | None                 why it cannot run this call, anywhere
+    why_not_here() -> str | None                   why it cannot run on this machine
     choose(problem, config) -> config
-    forward(arrays, context, options) -> (out, lse, rest)
+    forward(arrays, context, options, *, unrounded=False) -> (out, lse, rest)
     backward(arrays, context, options, out, lse, rest, dout, dlse) -> gradients
 
-where `rest` is whatever its forward hands to its backward. `None` picks the first that can run; a named one runs or is
-refused with the reason.
+where `rest` is whatever its forward hands to its backward, and `unrounded` asks for out in the accumulator's dtype. One
+without a backward borrows the next one's in the table. A module that cannot be imported is a reason like any other.
+
+`None` picks the first that can run, and where it lowers for one platform only, the next one for all others; a named one
+runs or is refused with the reason.
 """
 
 import dataclasses
 import importlib
 from typing import Any
 
-from jattn._problem import Problem
+import jax
+
+from jattn._problem import Options, Problem
 
 #: op -> implementation name -> module, in order of preference.
 _TABLE = {
-    "attention": {"xla": "jattn.reference.attention"},
-    "ragged_attention": {"xla": "jattn.reference.attention"},
+    "attention": {"mosaic": "jattn.pallas.attention", "xla": "jattn.reference.attention"},
+    "ragged_attention": {"mosaic": "jattn.pallas.attention", "xla": "jattn.reference.attention"},
 }
+_BACKENDS = {"cuda": "gpu"}  # platform -> its name as a default backend, where that differs
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Which implementation a call gets, its tile config, and why the others were refused."""
+    """Which implementation a call gets, its tile config, whose backward it has, and why the others were refused."""
 
     problem: Problem
     implementation: str | None
     config: Any
     refused: dict[str, str]
+    backward: str | None = None
 
     def __repr__(self):
         p = self.problem
@@ -40,6 +49,7 @@ class Explanation:
         asked = [f"{f}={getattr(p, f)}" for f in features if getattr(p, f) not in (None, False)]
         lines += [f"  with {', '.join(asked)}"] if asked else []
         lines += [f"  runs on {self.implementation}, {self.config}" if self.implementation else "  cannot run"]
+        lines += [f"  its backward on {self.backward}"] if self.backward != self.implementation else []
         return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refused.items()])
 
 
@@ -51,19 +61,28 @@ def module(op: str, name: str):
     return importlib.import_module(_TABLE[op][name])
 
 
+def why_not(problem: Problem, name: str) -> str | None:
+    """Why the implementation cannot run this call on any machine, or None."""
+    try:
+        found = module(problem.op, name)
+    except Exception as error:  # under another jax, anything
+        return f"cannot be imported with jax {jax.__version__}: {type(error).__name__}: {error}"
+    return found.why_not(problem)
+
+
 def explain(problem: Problem, implementation: str | None, config) -> Explanation:
-    """Resolves `implementation` for `problem`.
+    """Resolves `implementation` for `problem` on this machine.
 
     Raises:
         ValueError: an unknown name; TypeError: a config of another implementation.
     """
-    known = names(problem.op)
+    op, known = problem.op, names(problem.op)
     if implementation is not None and implementation not in known:
         choices = ", ".join(map(repr, known))
         raise ValueError(f"implementation={implementation!r} is unknown; choose from {choices} or None")
     refused, chosen = {}, None
     for name in known:
-        reason = module(problem.op, name).why_not(problem)
+        reason = why_not(problem, name) or module(op, name).why_not_here()
         if implementation not in (None, name):
             reason = reason or f"implementation={implementation!r} was asked for"
         if reason is None and chosen is None:
@@ -72,15 +91,48 @@ def explain(problem: Problem, implementation: str | None, config) -> Explanation
             reason = f"{chosen} is preferred"
         if chosen != name:
             refused[name] = reason
-    picked = module(problem.op, chosen).choose(problem, config) if chosen else None
-    return Explanation(problem, chosen, picked, refused)
+    if chosen is None:
+        return Explanation(problem, None, None, refused)
+    return Explanation(problem, chosen, module(op, chosen).choose(problem, config), refused, _with_backward(op, chosen))
 
 
-def resolve(problem: Problem, implementation: str | None, config) -> tuple[str, Any]:
-    """`(name, config)` of the implementation that runs, or NotImplementedError with each one's reason."""
+def resolve(problem: Problem, options: Options, implementation: str | None, config) -> Options:
+    """`options` with the implementation that runs, or NotImplementedError with each one's reason."""
     found = explain(problem, implementation, config)
-    if found.implementation is None:
+    name = found.implementation
+    if name is None and implementation is not None and _is_for_another_machine(problem, implementation):
+        name = implementation
+    if name is None:
         wanted = [implementation] if implementation else list(found.refused)
         reasons = "; ".join(f"{name}: {found.refused[name]}" for name in wanted)
         raise NotImplementedError(f"no implementation of jattn.{problem.op} can run this call: {reasons}")
-    return found.implementation, found.config
+    elsewhere = None
+    if implementation is None and module(problem.op, name).PLATFORM is not None:
+        elsewhere = _options(problem, options, _anywhere(problem, name), None)
+    return dataclasses.replace(_options(problem, options, name, config), elsewhere=elsewhere)
+
+
+def _options(problem, options, name, config):
+    pair = _with_backward(problem.op, name)
+    return dataclasses.replace(
+        options, implementation=name, config=module(problem.op, name).choose(problem, config),
+        backward=None if pair == name else _options(problem, options, pair, None),
+    )
+
+
+def _with_backward(op, name):
+    """The first implementation from `name` on that has a backward."""
+    rest = names(op)[names(op).index(name) :]
+    return next((other for other in rest if hasattr(module(op, other), "backward")), name)
+
+
+def _anywhere(problem, name):
+    """The first implementation after `name` that runs this call on every platform."""
+    rest = names(problem.op)[names(problem.op).index(name) + 1 :]
+    return next(n for n in rest if why_not(problem, n) is None and module(problem.op, n).PLATFORM is None)
+
+
+def _is_for_another_machine(problem, name):
+    """Whether all that is missing is the platform: a program may be traced here and lowered for that platform."""
+    platform = None if why_not(problem, name) else module(problem.op, name).PLATFORM
+    return platform is not None and _BACKENDS.get(platform, platform) != jax.default_backend()

@@ -46,6 +46,8 @@ class Options:
     deterministic: bool
     implementation: str | None = None  # filled in by dispatch, with its tile config
     config: Any = None
+    backward: "Options | None" = None  # the same call on the implementation that lends this one its backward
+    elsewhere: "Options | None" = None  # the same call on platforms that this implementation does not lower for
 
 
 @dataclasses.dataclass(frozen=True)

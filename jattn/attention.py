@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
@@ -68,7 +70,8 @@ def attention(
             position) alone. Inside your own `shard_map` indices are local: fold the axis index into the key.
         return_residual: also return lse.
         deterministic: promise bit-equal gradients from run to run (always so on "xla").
-        implementation: "xla", or None for the best that can run; a name never falls back.
+        implementation: "mosaic" (a kernel for NVIDIA Hopper), "xla", or None for the best that can run; a name never
+            falls back.
         config: tile config of the implementation, for tuning.
 
     Returns:
@@ -171,8 +174,7 @@ def run(call: Call, *, implementation, config, return_residual):
     """Dispatches a described call and gives its results the caller's batch axes."""
     _check.flag(return_residual, "return_residual")
     batch, problem = call.batch, call.problem
-    name, config = _dispatch.resolve(problem, implementation, config)
-    options = dataclasses.replace(call.options, implementation=name, config=config)
+    options = _dispatch.resolve(problem, call.options, implementation, config)
     arrays, context = vary((call.arrays, call.context), varying_axes((call.arrays, call.context)))
     with jax.named_scope(f"jattn.{problem.op}"):
         out, lse = _in_auto_mode(functools.partial(_attend, options), arrays, context)
@@ -196,16 +198,15 @@ def _in_auto_mode(attend, arrays, context):
 @functools.partial(jax.jit, static_argnums=0)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(options, arrays, context):
-    out, lse, _ = _module(options).forward(arrays, context, options)
-    return out.astype(arrays.query.dtype), lse
+    out, lse, _ = _forward(options, arrays, context)
+    return out, lse
 
 
 def _attend_forward(options, arrays, context):
-    out, lse, rest = _module(options).forward(arrays, context, options)
     # The rounding error of a 16-bit out shifts whole rows of score gradients by one amount. That averages out in dq
     # and dk, but not in gradients that sum over rows or keys: those read out as it was before rounding.
-    if all(x is None for x in (arrays.scale, arrays.bias, arrays.sinks)) and not arrays.aux:
-        out = out.astype(arrays.query.dtype)
+    sums = arrays.aux or any(x is not None for x in (arrays.scale, arrays.bias, arrays.sinks))
+    out, lse, rest = _forward(options, arrays, context, unrounded=bool(sums))
     # Named so that checkpoint policies can keep them, and with them everything a backward needs besides q, k, v.
     out, (lse, rest) = checkpoint_name(out, "jattn_out"), checkpoint_name((lse, rest), "jattn_lse")
     return (out.astype(arrays.query.dtype), lse), (arrays, context, out, lse, rest)
@@ -218,6 +219,7 @@ def _attend_backward(options, saved, cotangents):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward(options, saved, cotangents):
     arrays, context, *results = saved
+    options = options.backward or options
     return _module(options).backward(arrays, context, options, *results, *cotangents)
 
 
@@ -232,6 +234,22 @@ def _refuse_second_derivative(options, primals, tangents):
 _attend.__wrapped__.defvjp(_attend_forward, _attend_backward)
 
 
+def _forward(options, arrays, context, unrounded=False):
+    """`(out, lse, rest)`, on whichever platform this is lowered for; out in the query's dtype unless `unrounded`."""
+
+    def on(options):
+        def forward(arrays, context):
+            out, lse, rest = _module(options).forward(arrays, context, options, unrounded=unrounded)
+            out = out if unrounded else out.astype(arrays.query.dtype)
+            return out, lse, jnp.zeros_like(lse) if rest is None else rest
+
+        return forward
+
+    if options.elsewhere is None:
+        return on(options)(arrays, context)
+    platforms = {_module(options).PLATFORM: on(options)}
+    return lax.platform_dependent(arrays, context, default=on(options.elsewhere), **platforms)
+
+
 def _module(options):
     return _dispatch.module("attention", options.implementation)
-

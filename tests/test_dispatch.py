@@ -15,11 +15,14 @@ X = jnp.ones((1, 4, 2, 8))
 def implementation(reason=None, config="theirs"):
     """A stand-in with a why_not that gives `reason`, and results that name it."""
 
-    def forward(arrays, context, options):
+    def forward(arrays, context, options, *, unrounded=False):
         assert options.config == config
         return jnp.full_like(arrays.query, 7), jnp.zeros(arrays.query.shape[:3]), None
 
-    return types.SimpleNamespace(why_not=lambda problem: reason, choose=lambda problem, given: config, forward=forward)
+    return types.SimpleNamespace(
+        PLATFORM=None, why_not=lambda problem: reason, why_not_here=lambda: None, choose=lambda problem, given: config,
+        forward=forward,
+    )
 
 
 @pytest.fixture

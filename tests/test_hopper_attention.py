@@ -89,10 +89,14 @@ def problem_of(**changes):
 
 
 @pytest.mark.parametrize(
-    "changes, words", [(dict(dtype="float32"), "float32"), (dict(H=20), "H=20"), (dict(H=264), "H=264"), ({}, "GPU")]
+    "changes, words", [(dict(dtype="float32"), "float32"), (dict(H=20), "H=20"), (dict(H=264), "H=264")]
 )
 def test_refusals_name_their_reason(changes, words):
     assert words in mosaic.why_not(problem_of(**changes))
+
+
+def test_a_machine_without_a_gpu_says_so():
+    assert mosaic.why_not(problem_of()) is None and "GPU" in mosaic.why_not_here()
 
 
 def test_a_config_is_checked():

@@ -6,37 +6,42 @@ small arrays that steer them (which key blocks a query tile visits, which thread
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jattn._tile import Grid
 from jattn.pallas import configs, lowering, schedule
 from jattn.pallas.hopper.attention_forward import Inputs, Plan, launch
 
+PLATFORM = "cuda"
 _MULTIPROCESSORS = 132  # of an H100 or H200 SXM; on a card with fewer, the rest of the blocks run afterwards
 
 
-def forward(arrays, context, options, *, interpret=False, multiprocessors=_MULTIPROCESSORS):
-    """`(out [B, T, N, D] in the query's dtype, lse float32 [B, T, N], None)` of a described call (see `_problem`).
+def forward(arrays, context, options, *, unrounded=False, interpret=False, multiprocessors=_MULTIPROCESSORS):
+    """`(out [B, T, N, D], lse float32 [B, T, N], None)` of a described call (see `_problem`).
 
-    `interpret=True` emulates the kernel on the CPU, with race detection.
+    Args:
+        unrounded: out in float32, else in the query's dtype.
+        interpret: emulate the kernel on the CPU, with race detection.
     """
     (B, T, N, H), (S, K), D = arrays.query.shape, arrays.key.shape[1:3], arrays.value.shape[3]
-    if 0 in (B, T, N, S):
-        return *_nothing_to_see(arrays, context, (B, T, N, D)), None
-    spec = lowering.lower_mask(context.mask)
-    length = S if spec.key_length is None else spec.key_length
+    packed = context.cu_queries is not None
+    out_dtype = jnp.float32 if unrounded else arrays.query.dtype
+    if 0 in (B, T, N, S) or (packed and context.cu_queries.shape == (1,)):
+        return jnp.zeros((B, T, N, D), out_dtype), _lse_without_keys(arrays, context, (B, T, N)), None
+    spec = lowering.lower_mask(context.mask, packed=packed)
     plan = Plan(
         B=B, T=T, S=S, N=N, K=K, H=H, D=D, dtype=arrays.query.dtype, scale=options.scale, left=spec.left,
         right=spec.right, offset=options.query_offset if context.query_offset is None else None,
-        key_length=min(S, length) if isinstance(length, int) else None,
-        query_length=T if context.query_lengths is None else None, config=options.config, soft_cap=options.soft_cap,
+        key_length=S if spec.key_length is None and not packed else None,
+        query_length=T if context.query_lengths is None and not packed else None, config=options.config,
+        out_dtype=jnp.float32 if unrounded else None,
+        packed_tiles=_packed_tiles(T, context, options.config.rows) if packed else None, soft_cap=options.soft_cap,
         mod=options.mod, aux_kinds=options.mod.kinds if options.mod else (), rule=spec.rule,
-        biased=arrays.bias is not None, dropout_threshold=options.dropout_threshold,
+        row_bounds=spec.row_end is not None, biased=arrays.bias is not None,
+        dropout_threshold=options.dropout_threshold,
     )
     inputs = Inputs(
-        q=arrays.query, k=arrays.key, v=arrays.value, table=_schedule(plan, multiprocessors),
-        sequences=_sequences(plan, context, length), ranges=_visible_ranges(plan, context) if spec.rule else None,
+        q=arrays.query, k=arrays.key, v=arrays.value, **_steering(plan, context, spec, multiprocessors),
         scale=None if arrays.scale is None else arrays.scale.astype(jnp.float32).reshape(1),
         bias=_readable(arrays.bias), aux=tuple(map(_readable, arrays.aux)),
         mask_arrays=tuple(map(_readable, spec.arrays)),
@@ -46,15 +51,30 @@ def forward(arrays, context, options, *, interpret=False, multiprocessors=_MULTI
     return *launch(plan, inputs, interpret=interpret), None
 
 
-def _nothing_to_see(arrays, context, shape):
-    """The results of a problem without keys or without queries."""
-    lse = jnp.full(shape[:3], -jnp.inf, jnp.float32)
-    if arrays.sinks is not None:
-        lse = jnp.broadcast_to(arrays.sinks.astype(jnp.float32), shape[:3])
+def _lse_without_keys(arrays, context, shape):
+    """lse of a problem without keys or without queries."""
+    if arrays.sinks is None:
+        return jnp.full(shape, -jnp.inf, jnp.float32)
+    row = jnp.arange(shape[1], dtype=jnp.int32)[None, :, None]
+    start, end = 0, shape[1]
+    if context.cu_queries is not None:
+        start, end = _packed_rows(context, row)
+    if context.query_lengths is not None and context.cu_queries is None:
+        end = context.query_lengths.reshape(-1, 1, 1)
+    return jnp.where((row >= start) & (row < end), arrays.sinks.astype(jnp.float32), -jnp.inf)
+
+
+def _packed_rows(context, row):
+    """First row and end of the used rows of each row's sequence; equal where a row has none."""
+    starts = _offsets(context.cu_queries, row.shape[1])
+    used = jnp.diff(starts)
     if context.query_lengths is not None:
-        exists = jnp.arange(shape[1], dtype=jnp.int32)[:, None] < context.query_lengths.reshape(-1, 1, 1)
-        lse = jnp.where(exists, lse, -jnp.inf)
-    return jnp.zeros(shape, arrays.query.dtype), lse
+        used = jnp.minimum(used, context.query_lengths)
+    sequence = jnp.searchsorted(starts, row, side="right") - 1
+    known = (sequence >= 0) & (sequence < used.shape[0])
+    at = jnp.clip(sequence, 0, max(0, used.shape[0] - 1))
+    start = starts[at]
+    return start, jnp.where(known, start + (used[at] if used.shape[0] else 0), start)
 
 
 def _readable(x):
@@ -66,46 +86,113 @@ def _readable(x):
     return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
 
 
-def _sequences(plan, context, length):
-    """int32 [B, 3]: offset, key length and query length of each batch row."""
-    offset = plan.offset if context.query_offset is None else context.query_offset.reshape(-1)
-    keys = plan.key_length if isinstance(length, int) else jnp.clip(length.reshape(-1), 0, plan.S)
+# --- what steers the kernel -------------------------------------------------------------------------------------------
+
+
+def _steering(plan, context, spec, multiprocessors) -> dict:
+    """The inputs that say who works on what: see `Inputs` for each."""
+    blocks = min(multiprocessors, plan.B * plan.N * plan.tiles)
+    pairs = plan.B * plan.N
+    kv_bytes = 2 * plan.S * (plan.H + plan.D)
+    section = schedule.section_size(pairs, plan.N // plan.K, kv_bytes, plan.config.section_mb << 20)
+    if plan.packed:
+        sequences = _packed_sequences(plan, context, spec)
+        packed, costs = _packed_schedule(plan, sequences)
+        costs = jnp.broadcast_to(costs, (pairs, plan.tiles))
+        return dict(table=schedule.deal(costs, section, blocks), sequences=sequences, packed=packed)
+    found = dict(sequences=_sequences(plan, context, spec))
+    if plan.listed:
+        found["lists"] = lists = _block_lists(plan, context)
+        costs = jnp.broadcast_to(lists[..., 1], (plan.B, plan.N, plan.tiles)).reshape(pairs, plan.tiles)
+        found["table"] = schedule.deal(costs, section, blocks)
+    else:
+        found["table"] = jnp.asarray(schedule.table(pairs, _static_costs(plan), section, blocks))
+    if plan.row_bounds:
+        row = jnp.arange(plan.tiles * plan.config.rows, dtype=jnp.int32)
+        found["row_end"] = spec.row_end(row + _offset(plan, context))
+    return found
+
+
+def _offset(plan, context):
+    """[B or 1, 1], or an int."""
+    return plan.offset if context.query_offset is None else context.query_offset.reshape(-1, 1)
+
+
+def _static_costs(plan) -> tuple[float, ...]:
+    """Key blocks of each query tile, as far as it is known now."""
+    offset, length = plan.offset or 0, plan.S if plan.key_length is None else plan.key_length
+    ranges = (plan.block_range(i * plan.config.rows, offset, length, plan.T) for i in range(plan.tiles))
+    return tuple(float(end - begin) for begin, end in ranges)
+
+
+def _sequences(plan, context, spec):
+    keys = plan.S if spec.key_length is None else jnp.clip(spec.key_length.reshape(-1), 0, plan.S)
     queries = plan.T if context.query_lengths is None else context.query_lengths.reshape(-1)
+    offset = plan.offset if context.query_offset is None else context.query_offset.reshape(-1)
     columns = [jnp.broadcast_to(jnp.asarray(c, jnp.int32), (plan.B,)) for c in (offset, keys, queries)]
     return jnp.stack(columns, axis=1)
 
 
-def _visible_ranges(plan, context):
-    """int32 [B or 1, N or 1, tiles, 4]: the key blocks `[begin, end)` that a query tile visits (at least one), and
-    those `[whole_begin, whole_end)` among them that it sees whole: the last such run."""
+def _block_lists(plan, context):
     config = plan.config
     offset = plan.offset if context.query_offset is None else context.query_offset.reshape(-1, 1, 1, 1)
     some, every = context.mask.possible(Grid(plan.T, plan.S, config.rows, config.block_k, offset))
     shape = (*jnp.broadcast_shapes(some.shape, every.shape)[:2], plan.tiles, plan.key_blocks)
-    some, every = jnp.broadcast_to(some, shape), jnp.broadcast_to(some & every, shape)
     block = jnp.arange(plan.key_blocks, dtype=jnp.int32)
-    every = every & ((block + 1) * config.block_k <= plan.S)
-
-    def last(where):  # -1 when there is none
-        return jnp.max(jnp.where(where, block, -1), axis=-1)
-
-    end = jnp.maximum(last(some) + 1, 1)
-    begin = jnp.minimum(jnp.min(jnp.where(some, block, plan.key_blocks), axis=-1), end - 1)
-    whole_end = last(every) + 1
-    whole_begin = last(~every & (block < whole_end[..., None])) + 1
-    return jnp.stack([begin, end, whole_begin, whole_end], axis=-1).astype(jnp.int32)
+    some = jnp.broadcast_to(some, shape)
+    cut = some & ~(jnp.broadcast_to(every, shape) & ((block + 1) * config.block_k <= plan.S))
+    rank = jnp.where(cut, 0, jnp.where(some, 1, 2)).astype(jnp.int8)
+    order = jnp.argsort(rank, axis=-1, stable=True).astype(jnp.int32)
+    counts = [jnp.sum(x, axis=-1, keepdims=True, dtype=jnp.int32) for x in (cut, some)]
+    return jnp.concatenate([counts[0], jnp.maximum(counts[1], 1), order], axis=-1)
 
 
-def _schedule(plan, multiprocessors):
-    """`Inputs.table`, from the lengths known now."""
-    config, pairs = plan.config, plan.B * plan.N
-    blocks = min(multiprocessors, pairs * plan.tiles)
-    kv_bytes = 2 * plan.S * (plan.H + plan.D)
-    section = schedule.section_size(pairs, plan.N // plan.K, kv_bytes, config.section_mb << 20)
-    costs = tuple(float(end - begin) for begin, end in map(plan.block_range, range(plan.tiles)))
-    if plan.rule is not None:  # how much of the bounds it leaves is known at run time only
-        costs = (1.0,) * plan.tiles
-    return jnp.asarray(np.pad(schedule.table(pairs, costs, section, blocks), ((0, 1), (0, 0))))
+def _offsets(cu, rows: int):
+    """cu_seqlens, whatever they hold, as offsets that ascend inside the array."""
+    return jnp.clip(lax.cummax(cu), 0, rows)
+
+
+def _packed_tiles(rows: int, context, tile_rows: int) -> int:
+    """Tiles that all sequences have at most, the rows before the first and after the last sequence included."""
+    sequences = min(context.cu_queries.shape[0] + 1, rows)
+    return sequences + (rows - sequences) // tile_rows
+
+
+def _packed_sequences(plan, context, spec):
+    """The sequences, the rows before them, the rows after them, and one of nothing: [M + 3, 6]."""
+    cu_queries, cu_keys = _offsets(context.cu_queries, plan.T), _offsets(context.cu_keys, plan.S)
+    count = cu_queries.shape[0] - 1
+
+    def column(x, before=0, after=0):
+        x = jnp.broadcast_to(jnp.asarray(x, jnp.int32).reshape(-1), (count,))
+        ends = [jnp.asarray(e, jnp.int32).reshape(1) for e in (before, after, 0)]
+        return jnp.concatenate([x, *ends])
+
+    rows, keys = jnp.diff(cu_queries), jnp.diff(cu_keys)
+    queries = rows if context.query_lengths is None else jnp.clip(context.query_lengths, 0, rows)
+    keys = keys if spec.key_length is None else jnp.clip(spec.key_length.reshape(-1), 0, keys)
+    offset = plan.offset if context.query_offset is None else context.query_offset
+    first, last = cu_queries[0], cu_queries[-1]
+    columns = [
+        column(offset), column(keys), column(queries), column(cu_queries[:-1], 0, last), column(cu_keys[:-1]),
+        column(rows, first, plan.T - last),
+    ]
+    return jnp.stack(columns, axis=1)
+
+
+def _packed_schedule(plan, sequences):
+    """`Inputs.packed`, and the key blocks of each tile: 0 when there is no such tile."""
+    offset, key_length, query_length, rows = (sequences[:, i] for i in (0, 1, 2, 5))
+    tiles = -(-rows // plan.config.rows)
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    number = jnp.arange(plan.tiles, dtype=jnp.int32)
+    sequence = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
+    sequence = jnp.minimum(sequence, sequences.shape[0] - 1)
+    row = (number - (ends - tiles)[sequence]) * plan.config.rows
+    exists = number < ends[-1]
+    begin, end = plan.block_range(row, offset[sequence], key_length[sequence], query_length[sequence])
+    packed = jnp.stack([sequence, jnp.where(exists, row, 0)], axis=1)
+    return packed, jnp.where(exists, end - begin, 0)
 
 
 def choose(problem, config) -> configs.TileConfig:
@@ -116,7 +203,8 @@ def choose(problem, config) -> configs.TileConfig:
     """
     if config is None:
         mask = problem.mask or ""
-        bounds = all(term.startswith(("causal", "window(", "lengths(")) for term in mask.split(" & ") if term)
+        plain = "causal", "window(", "lengths(", "prefix("
+        bounds = all(term.startswith(plain) for term in mask.split(" & ") if term)
         changes = (problem.bias, problem.score_mod, problem.soft_cap)
         return configs.forward_config(
             problem.H, problem.D, query_length=problem.T, bounded="causal" in mask or "window(" in mask,
@@ -142,10 +230,11 @@ def why_not(problem) -> str | None:
             return f"head dims must be multiples of 8 up to 256, not {letter}={width}"
     if problem.op != "attention":
         return f"{problem.op} is not implemented"
-    return _why_not_here()
+    return None
 
 
-def _why_not_here() -> str | None:
+def why_not_here() -> str | None:
+    """The reason why this machine cannot run it, or None."""
     if jax.default_backend() != "gpu":
         return f"needs a GPU of compute capability 9.0, and the default backend is {jax.default_backend()}"
     capability = jax.devices()[0].compute_capability

@@ -39,8 +39,16 @@ class TileConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a positive int")
 
 
+PLATFORM = None
+
+
 def why_not(problem) -> str | None:
     """Plain JAX runs everything that passes the argument checks."""
+    return None
+
+
+def why_not_here() -> str | None:
+    """And it runs on every machine."""
     return None
 
 
@@ -58,7 +66,7 @@ def choose(problem, config) -> TileConfig:
     return TileConfig(side, side)
 
 
-def forward(arrays, context, options):
+def forward(arrays, context, options, *, unrounded=False):
     """`(out [B, T, N, D], lse [B, T, N], rest)`, all in the accumulator's dtype; see `_problem` for the arguments.
 
     `rest` is what `backward` needs besides: the rounding error of lse, `[B, T, N]`. At |lse| = 40 that error alone
