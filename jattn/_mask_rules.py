@@ -10,7 +10,7 @@ import numpy as np
 
 from jattn._callables import Callable
 from jattn._mask import Mask, mask_class, static
-from jattn._tile import Grid, Shape
+from jattn._tile import Shape
 
 
 @mask_class
@@ -280,9 +280,8 @@ class Tree(Mask):
 
 def _rectangles(x, grid, block):
     """Sums `x [.., nq, nk]`, one number a mask block, over the mask blocks that each block of `grid` touches."""
-    for axis, (length, size, own) in ((2, (grid.num_queries, grid.block_q, block[0])),
-                                      (3, (grid.num_keys, grid.block_k, block[1]))):
-        first, last = (e // own for e in Grid.edges(length, size))
+    for axis, own in ((2, block[0]), (3, block[1])):
+        first, last = (e // own for e in grid.edges(axis))
         running = jnp.cumsum(jnp.pad(x, [(int(a == axis), 0) for a in range(4)]), axis=axis, dtype=jnp.int32)
         x = jnp.take(running, last + 1, axis=axis) - jnp.take(running, first, axis=axis)
     return x

@@ -32,6 +32,7 @@ class Context:
     query_lengths: Any = None  # int32 [B or M] or None
     cu_queries: Any = None  # int32 [M + 1] or None when not packed
     cu_keys: Any = None  # int32 [M + 1]
+    origin: Any = None  # int32 [4]: batch index, head, query index, key index of the first element; None is all 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Options:
     deterministic: bool
     implementation: str | None = None  # filled in by dispatch, with its tile config
     config: Any = None
+    stride: int = 1  # of the indices of neighbouring rows, and of neighbouring keys: a piece of a longer sequence
+    partial: bool = False  # out and gradients stay in the accumulator's dtype, because others are added to them
     backward: "Options | None" = None  # the same call on the implementation that lends this one its backward
     elsewhere: "Options | None" = None  # the same call on platforms that this implementation does not lower for
 
@@ -71,6 +74,8 @@ class Problem:
     dropout: bool = False
     deterministic: bool = False
     sequences: int | None = None
+    stride: int = 1
+    partial: bool = False  # a piece of a longer sequence, with an origin
 
 
 def accumulator(dtype) -> jnp.dtype:

@@ -29,7 +29,8 @@ class Tile:
     """Queries `[row, row + num_queries)` against keys `[column, column + num_keys)`, for all heads at once.
 
     `batch` is `[B, 1, 1, 1]` flat batch indices, or the sequence index `[1, 1, 1, 1]` when `sequence` (a scalar) says
-    that the arrays are packed. `offset` broadcasts to `[B, 1, 1, 1]`. Row and index starts may be traced.
+    that the arrays are packed. `offset` broadcasts to `[B, 1, 1, 1]`. Row and index starts may be traced. Neighbouring
+    rows, and neighbouring columns, are `stride` indices apart.
     """
 
     row: Any
@@ -42,14 +43,15 @@ class Tile:
     query_start: Any = 0
     key_start: Any = 0
     sequence: Any = None
+    stride: int = 1
 
     @cached_property
     def query_index(self):
-        return self.query_start + jnp.arange(self.num_queries, dtype=jnp.int32)[None, None, :, None]
+        return self.query_start + self.stride * jnp.arange(self.num_queries, dtype=jnp.int32)[None, None, :, None]
 
     @cached_property
     def key_index(self):
-        return self.key_start + jnp.arange(self.num_keys, dtype=jnp.int32)[None, None, None, :]
+        return self.key_start + self.stride * jnp.arange(self.num_keys, dtype=jnp.int32)[None, None, None, :]
 
     @cached_property
     def query_position(self):
@@ -83,7 +85,10 @@ class Tile:
         return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, update.shape) + update, start)
 
     def cut_diagonals(self, x, origin):
-        """`x [B or 1, N or 1, L]`, a value per diagonal `s - t` (0 is at `origin`), spread over this tile."""
+        """`x [B or 1, N or 1, L]`, a value per diagonal `s - t` (0 is at `origin`), spread over this tile.
+
+        s and t are the addresses of column and row, or indices in the sequence when packed.
+        """
         rows, columns = self.num_queries, self.num_keys
         width = rows + columns - 1
         x = self.pick(x)
@@ -104,7 +109,8 @@ class Tile:
         return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, band.shape) + band, start)
 
     def _first_diagonal(self, origin):
-        return self.key_start - self.query_start - (self.num_queries - 1) + origin
+        column, row = (self.column, self.row) if self.sequence is None else (self.key_start, self.query_start)
+        return column - row - (self.num_queries - 1) + origin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,30 +131,37 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The blocks of a score matrix: first and last index (inclusive) of each block of queries and of keys."""
+    """The blocks of a score matrix: first and last index (inclusive) of each block of queries and of keys.
+
+    `origin` holds the index of the first query and of the first key; neighbours are `stride` indices apart.
+    """
 
     num_queries: int
     num_keys: int
     block_q: int
     block_k: int
     offset: Any = 0
+    origin: tuple = (0, 0)
+    stride: int = 1
 
     @property
     def queries(self):
         """(first, last) positions, `[B or 1, 1, nq, 1]` each."""
-        first, last = self.edges(self.num_queries, self.block_q)
+        first, last = self.edges(2)
         return first[None, None, :, None] + self.offset, last[None, None, :, None] + self.offset
 
     @property
     def keys(self):
         """(first, last) key indices, `[1, 1, 1, nk]` each."""
-        first, last = self.edges(self.num_keys, self.block_k)
+        first, last = self.edges(3)
         return first[None, None, None, :], last[None, None, None, :]
 
-    @staticmethod
-    def edges(length, block):
+    def edges(self, axis):
+        """(first, last) indices of the blocks of queries (axis 2) or keys (axis 3)."""
+        length, block = ((self.num_queries, self.block_q), (self.num_keys, self.block_k))[axis - 2]
         first = jnp.arange(math.ceil(length / block), dtype=jnp.int32) * block
-        return first, jnp.minimum(first + block, length) - 1
+        ends = first, jnp.minimum(first + block, length) - 1
+        return tuple(self.origin[axis - 2] + self.stride * e for e in ends)
 
     def reduce(self, x, operation, padding):
         """Reduces `x [.., T or 1, S or 1]` over the rows and columns of each block."""

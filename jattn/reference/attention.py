@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jattn._philox import keep_mask
+from jattn._philox import keep_bits, keep_mask
 from jattn._problem import accumulator
 from jattn._tile import Grid, Rows, Tile, maximum, minimum
 from jattn._varying import vary, varying_axes
@@ -84,11 +84,12 @@ def forward(arrays, context, options, *, unrounded=False):
 
 
 def backward(arrays, context, options, out, lse, rest, dout, dlse):
-    """Gradients of every array in `arrays`, in their dtypes, from the cotangents of out and lse."""
+    """Gradients of every array in `arrays`, in their dtypes (`options.partial`: in the accumulator's), from the
+    cotangents of out and lse."""
     walk = Walk(arrays, context, options)
     saved = _Saved.make(walk, arrays, out, lse, rest, dout, dlse)
     totals = _Totals(
-        query=walk.full(walk.query.shape, 0, arrays.query.dtype),
+        query=walk.full(walk.query.shape, 0, walk.dtype if options.partial else arrays.query.dtype),
         key=walk.zeros(walk.key),
         value=walk.zeros(walk.value),
         scale=walk.zeros(arrays.scale),
@@ -107,7 +108,7 @@ def backward(arrays, context, options, out, lse, rest, dout, dlse):
         aux=tuple(walk.unpad(i, a) for i, a in enumerate(totals.aux)),
         sinks=totals.sinks,
     )
-    return jax.tree.map(lambda g, x: g.astype(x.dtype), grads, arrays)
+    return grads if options.partial else jax.tree.map(lambda g, x: g.astype(x.dtype), grads, arrays)
 
 
 # The walk: which tiles, and where they are.
@@ -118,7 +119,7 @@ class Strip:
     """`block_q` query rows of one sequence (of every batch row, when not packed)."""
 
     row: Any  # address of the first row
-    query_start: Any  # its index in the sequence
+    query_start: Any  # its index in the (undivided) sequence
     live: Any  # bool [B or 1, 1, block_q, 1]: rows to compute; None when all are
     column: Any  # address of the sequence's first key
     num_keys: Any  # keys in the sequence
@@ -147,6 +148,8 @@ class Walk:
         self.margin = self.block_q + self.block_k
         self.aux = tuple(self._pad(i, a) for i, a in enumerate(arrays.aux))
         self.packed = context.cu_queries is not None
+        self.origin = (0, 0, 0, 0) if context.origin is None else tuple(context.origin)
+        self.stride = options.stride
         self.offset = options.query_offset
         if context.query_offset is not None:
             self.offset = context.query_offset.reshape(-1, 1, 1, 1)
@@ -205,43 +208,48 @@ class Walk:
             i = r - (self._strip_ends[sequence] - strips)
         start = i * self.block_q
         row = jnp.clip(base + start, 0, self.T - self.block_q)
-        query_start = row - base
-        index = query_start + jnp.arange(self.block_q, dtype=jnp.int32)[None, None, :, None]
+        index = row - base + jnp.arange(self.block_q, dtype=jnp.int32)[None, None, :, None]
         live = None
         if self.packed or self.T % self.block_q:
             live = (index >= start) & (index < length)
         if self.context.query_lengths is not None:
-            inside = index < self._of(self.context.query_lengths.reshape(-1, 1, 1, 1), sequence)
+            inside = self._index(2, index) < self._of(self.context.query_lengths.reshape(-1, 1, 1, 1), sequence)
             live = inside if live is None else live & inside
         offset = self._of(self.offset, sequence)
         lowest, highest = (offset, offset) if isinstance(offset, int) else (jnp.min(offset), jnp.max(offset))
         rows = Rows(
-            first=lowest + start, last=highest + jnp.minimum(start + self.block_q, length) - 1,
-            num_keys=num_keys, sequence=sequence,
+            first=lowest + self._index(2, start),
+            last=highest + self._index(2, jnp.minimum(start + self.block_q, length) - 1),
+            num_keys=self._index(3, num_keys), sequence=sequence,
         )
-        first, count, order = self._visible_blocks(rows, i)
-        return Strip(row, query_start, live, column, num_keys, first, count, order, sequence)
+        first, count, order = self._visible_blocks(rows, i, num_keys)
+        return Strip(row, self._index(2, row - base), live, column, num_keys, first, count, order, sequence)
 
     def tile(self, strip, block):
         """One tile of a strip, and which of its keys exist: bool `[B or 1, 1, 1, block_k]`, or None when all do."""
         start = block * self.block_k
         column = jnp.clip(strip.column + start, 0, self.S - self.block_k)
-        key_start = column - strip.column
         sequence = strip.sequence
-        batch = jnp.arange(self.B, dtype=jnp.int32) if sequence is None else sequence[None]
+        batch = self._index(0, jnp.arange(self.B, dtype=jnp.int32)) if sequence is None else sequence[None]
+        head = self._index(1, jnp.arange(self.N, dtype=jnp.int32))
         tile = Tile(
             row=strip.row, column=column, num_queries=self.block_q, num_keys=self.block_k,
-            query_start=strip.query_start, key_start=key_start, sequence=sequence,
-            batch=batch.reshape(-1, 1, 1, 1), head=jnp.arange(self.N, dtype=jnp.int32).reshape(1, -1, 1, 1),
-            offset=self._of(self.offset, sequence),
+            query_start=strip.query_start, key_start=self._index(3, column - strip.column), sequence=sequence,
+            batch=batch.reshape(-1, 1, 1, 1), head=head.reshape(1, -1, 1, 1),
+            offset=self._of(self.offset, sequence), stride=self.stride,
         )
         key_ok = None
         if self.packed or self.S % self.block_k:
-            key_ok = (tile.key_index >= start) & (tile.key_index < strip.num_keys)
+            index = column - strip.column + jnp.arange(self.block_k, dtype=jnp.int32)[None, None, None, :]
+            key_ok = (index >= start) & (index < strip.num_keys)
         if self.limit is not None:
             inside = tile.key_index < self._of(self.limit, sequence)
             key_ok = inside if key_ok is None else key_ok & inside
         return tile, key_ok
+
+    def _index(self, axis, local):
+        """The index in the whole of what sits at `local` here: batch, head, query or key, as in `Context.origin`."""
+        return self.origin[axis] + (local if axis < 2 else self.stride * local)
 
     def _of(self, x, sequence):
         """The packed sequence's own row of a per-sequence array; anything else as it is."""
@@ -249,11 +257,12 @@ class Walk:
             return x
         return lax.dynamic_slice_in_dim(x, sequence, 1)
 
-    def _visible_blocks(self, rows, i):
+    def _visible_blocks(self, rows, i, num_keys):
         if self._order is not None:
             return 0, self._order[1][i], self._order[0][i]
         lo, hi = (0, rows.num_keys) if self.context.mask is None else self.context.mask.span(rows)
-        lo, hi = maximum(lo, 0), minimum(hi, rows.num_keys)
+        lo, hi = (-((self.origin[3] - x) // self.stride) for x in (lo, hi))  # first local key at or past an index
+        lo, hi = maximum(lo, 0), minimum(hi, num_keys)
         first = lo // self.block_k
         return first, maximum(-(-hi // self.block_k) - first, 0), None
 
@@ -262,7 +271,7 @@ class Walk:
         mask = self.context.mask
         if mask is None or mask.interval or self.packed or not self.T or not self.S:
             return None
-        grid = Grid(self.T, self.S, self.block_q, self.block_k, self.offset)
+        grid = Grid(self.T, self.S, self.block_q, self.block_k, self.offset, self.origin[2:], self.stride)
         some, _ = mask.possible(grid)
         shape = (math.ceil(self.T / self.block_q), math.ceil(self.S / self.block_k))
         visible = jnp.broadcast_to(jnp.any(some, axis=(0, 1)), shape)
@@ -394,6 +403,9 @@ def _dropped(walk, tile, x):
     threshold = walk.options.dropout_threshold
     if threshold == 0:
         return x
+    if tile.stride != 1:
+        bits = keep_bits(walk.context.dropout_key, tile.batch, tile.head, tile.query_position, tile.key_index)
+        return jnp.where(bits >= jnp.uint32(threshold), x * (65536 / (65536 - threshold)), 0)
     query_start = tile.query_start + (tile.offset if isinstance(tile.offset, int) else tile.offset.reshape(-1))
     keep = keep_mask(
         walk.context.dropout_key, tile.batch.reshape(-1), tile.head.reshape(-1), query_start, walk.block_q,
