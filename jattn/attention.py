@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jattn import _check, _dispatch
+from jattn._platform import only_on
 from jattn._problem import Context, Differentiable, Options, Problem, accumulator
 from jattn._tile import Shape
 from jattn._varying import vary, varying_axes
@@ -223,8 +224,14 @@ def _backward(options, saved, cotangents):
     return _module(options).backward(arrays, context, options, *results, *cotangents)
 
 
+@jax.custom_jvp
+def _undifferentiated(arrays):
+    return arrays
+
+
+@_undifferentiated.defjvp
 @_backward.defjvp
-def _refuse_second_derivative(options, primals, tangents):
+def _refuse_second_derivative(*_):
     raise NotImplementedError(
         "jattn ops have first derivatives in reverse mode only: second derivatives are not implemented; "
         "jax.nn.dot_product_attention has them, with O(T·S) memory"
@@ -236,19 +243,22 @@ _attend.__wrapped__.defvjp(_attend_forward, _attend_backward)
 
 def _forward(options, arrays, context, unrounded=False):
     """`(out, lse, rest)`, on whichever platform this is lowered for; out in the query's dtype unless `unrounded`."""
-
-    def on(options):
-        def forward(arrays, context):
-            out, lse, rest = _module(options).forward(arrays, context, options, unrounded=unrounded)
-            out = out if unrounded else out.astype(arrays.query.dtype)
-            return out, lse, jnp.zeros_like(lse) if rest is None else rest
-
-        return forward
-
+    here = functools.partial(_forward_on, options, unrounded)
     if options.elsewhere is None:
-        return on(options)(arrays, context)
-    platforms = {_module(options).PLATFORM: on(options)}
-    return lax.platform_dependent(arrays, context, default=on(options.elsewhere), **platforms)
+        return here(arrays, context)
+    elsewhere = functools.partial(_forward_on, options.elsewhere, unrounded)
+    return lax.platform_dependent(arrays, context, default=elsewhere, **{_module(options).PLATFORM: here})
+
+
+def _forward_on(options, unrounded, arrays, context):
+    module = _module(options)
+    if module.PLATFORM is not None:
+        arrays = _undifferentiated(arrays)
+        query = only_on(module.PLATFORM, arrays.query, f"implementation={options.implementation!r}")
+        arrays = dataclasses.replace(arrays, query=query)
+    out, lse, rest = module.forward(arrays, context, options, unrounded=unrounded)
+    out = out if unrounded else out.astype(arrays.query.dtype)
+    return out, lse, jnp.zeros_like(lse) if rest is None else rest
 
 
 def _module(options):

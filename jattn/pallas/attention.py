@@ -4,12 +4,14 @@ The kernels are in `jattn.pallas.hopper`; here are the reasons why they cannot r
 small arrays that steer them (which key blocks a query tile visits, which thread block works on which tile).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jattn._tile import Grid
-from jattn.pallas import configs, lowering, schedule
+from jattn.pallas import configs, lowering, partition, schedule
 from jattn.pallas.hopper.attention_forward import Inputs, Plan, launch
 
 PLATFORM = "cuda"
@@ -23,11 +25,22 @@ def forward(arrays, context, options, *, unrounded=False, interpret=False, multi
         unrounded: out in float32, else in the query's dtype.
         interpret: emulate the kernel on the CPU, with race detection.
     """
+    B, T, N, _ = arrays.query.shape
+    out_dtype = jnp.float32 if unrounded else arrays.query.dtype
+    if 0 in (B, T, N, arrays.key.shape[1]) or (context.cu_queries is not None and context.cu_queries.shape == (1,)):
+        shape = B, T, N, arrays.value.shape[3]
+        return jnp.zeros(shape, out_dtype), _lse_without_keys(arrays, context, shape[:3]), None
+    part = functools.partial(
+        _part, options=options, unrounded=unrounded, interpret=interpret, multiprocessors=multiprocessors
+    )
+    # The emulation calls back to the host in order, which what may be divided cannot.
+    return *(part(arrays, context) if interpret else partition.divided(part, arrays, context)), None
+
+
+def _part(arrays, context, options, unrounded, interpret, multiprocessors):
+    """`(out, lse)` of one device's part of the batch and the heads, or of all; not empty."""
     (B, T, N, H), (S, K), D = arrays.query.shape, arrays.key.shape[1:3], arrays.value.shape[3]
     packed = context.cu_queries is not None
-    out_dtype = jnp.float32 if unrounded else arrays.query.dtype
-    if 0 in (B, T, N, S) or (packed and context.cu_queries.shape == (1,)):
-        return jnp.zeros((B, T, N, D), out_dtype), _lse_without_keys(arrays, context, (B, T, N)), None
     spec = lowering.lower_mask(context.mask, packed=packed)
     plan = Plan(
         B=B, T=T, S=S, N=N, K=K, H=H, D=D, dtype=arrays.query.dtype, scale=options.scale, left=spec.left,
@@ -40,6 +53,7 @@ def forward(arrays, context, options, *, unrounded=False, interpret=False, multi
         row_bounds=spec.row_end is not None, biased=arrays.bias is not None,
         dropout_threshold=options.dropout_threshold,
     )
+    plain = not (plan.rule or plan.mod or plan.dropout_threshold)
     inputs = Inputs(
         q=arrays.query, k=arrays.key, v=arrays.value, **_steering(plan, context, spec, multiprocessors),
         scale=None if arrays.scale is None else arrays.scale.astype(jnp.float32).reshape(1),
@@ -47,8 +61,9 @@ def forward(arrays, context, options, *, unrounded=False, interpret=False, multi
         mask_arrays=tuple(map(_readable, spec.arrays)),
         sinks=None if arrays.sinks is None else arrays.sinks.astype(jnp.float32),
         dropout_key=None if context.dropout_key is None else lax.bitcast_convert_type(context.dropout_key, jnp.int32),
+        origin=None if plain or context.origin is None else context.origin[:2],
     )
-    return *launch(plan, inputs, interpret=interpret), None
+    return launch(plan, inputs, interpret=interpret)
 
 
 def _lse_without_keys(arrays, context, shape):
