@@ -1,0 +1,477 @@
+"""Attention of one device's queries over keys that lie on many: the rectangles it is made of, and how keys travel.
+
+    a device holds one or two evenly spaced runs of tokens (its pieces, see `_layout`)
+    forward:   for each device whose keys are due:        (their keys arrive while those before are at work)
+                   for each of my query pieces x its key pieces that can hold something visible:
+                       (out, lse) = merge((out, lse), attention(rectangle))            float32
+    backward:  the same rectangles in reverse order, each with the final out and lse; the keys walk back home,
+               and the sums of their gradients follow one step behind, in float32
+
+A rectangle is an ordinary call of an implementation of `attention`: `Context.origin` says which tokens it is about, so
+that every mask, modifier and dropout means the undivided sequence.
+
+Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers" (arXiv:2310.01889).
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jattn import _dispatch
+from jattn._layout import SequenceLayout
+from jattn._mask import Mask
+from jattn._mask_rules import Dense, Predicate, Segments
+from jattn._problem import Options, accumulator
+from jattn._tile import Grid
+from jattn._varying import vary, varying_axes
+from jattn.attention import _forward
+from jattn.partials import merge
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is compiled in."""
+
+    layout: SequenceLayout  # over the devices of `axis`
+    axis: str | None  # mesh axis that the keys are spread over; None when they are all here
+    path: tuple[int, ...]  # distances of the devices whose keys come by, see `_layout.path`
+    gather: bool  # all keys at once, instead of one device's after the other's
+    options: Options  # of every rectangle
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """The keys of one device, or all of them."""
+
+    key: Any  # [B, S, K, H]
+    value: Any  # [B, S, K, D]
+    ids: tuple = ()  # of each segment mask, [B or 1, 1, 1, S]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(plan: Plan, arrays, context):
+    """`(out [B, T, N, D], lse [B, T, N])` of this device's queries.
+
+    `arrays` and `context` are those of `_problem`, with this device's queries and keys in layout order. bias, aux and
+    the arrays of masks have this device's rows and all columns, these in natural order; tables (aux) and key ids are
+    not spread out yet. key and value may come in the accumulator's dtype, holding values of the query's: their
+    gradients then are not rounded.
+    """
+    return _attend_forward(plan, arrays, context)[0]
+
+
+def _attend_forward(plan, arrays, context):
+    dtype, wide = arrays.query.dtype, jnp.zeros((), arrays.key.dtype)
+    keys = Keys(arrays.key.astype(dtype), arrays.value.astype(dtype), tuple(_key_ids(context.mask)))
+    arrays = dataclasses.replace(arrays, key=None, value=None)
+    with jax.named_scope("jattn.sequence"):
+        out, lse, keys = Shard(plan, arrays, context, keys).forward(keys)
+    if not arrays.aux and all(x is None for x in (arrays.scale, arrays.bias, arrays.sinks)):
+        out = out.astype(dtype)  # else those gradients want it as it was before rounding, as in `attention`
+    # Keys and values are kept as they lie after the last step, from where the backward begins.
+    out, keys = checkpoint_name((out, keys), "jattn_out")
+    lse = checkpoint_name(lse, "jattn_lse")
+    return (out.astype(dtype), lse), (arrays, context, keys, wide, out, lse)
+
+
+def _attend_backward(plan, saved, cotangents):
+    return _backward(plan, saved, cotangents), None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _backward(plan, saved, cotangents):
+    arrays, context, keys, wide, out, lse = saved
+    with jax.named_scope("jattn.sequence"):
+        gradients = Shard(plan, arrays, context, keys).backward(keys, out, lse, *cotangents)
+    like = dataclasses.replace(arrays, key=wide, value=wide)
+    return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, like)
+
+
+@_backward.defjvp
+def _refuse_second_derivative(plan, primals, tangents):
+    raise NotImplementedError(
+        "jattn ops have first derivatives in reverse mode only: second derivatives are not implemented"
+    )
+
+
+attend.__wrapped__.defvjp(_attend_forward, _attend_backward)
+
+
+class Shard:
+    """One device's part of a call: `arrays` and `context` without the keys, and loops over those."""
+
+    def __init__(self, plan, arrays, context, keys):
+        self.plan, self.arrays, self.context = plan, arrays, context
+        self.layout, self.options = plan.layout, plan.options
+        self.B, T, self.N, _ = arrays.query.shape
+        self.D = keys.value.shape[-1]
+        self.pieces = self.layout.pieces
+        self.rows = T // self.pieces  # of a piece
+        self.T, self.S = (n * self.layout.size for n in (T, keys.key.shape[1]))
+        self.index = jnp.int32(0) if plan.axis is None else lax.axis_index(plan.axis)
+        self.dtype = accumulator(arrays.query.dtype)
+        self.axes = varying_axes((arrays, context, keys))
+        self.offset = self.options.query_offset
+        if context.query_offset is not None:
+            self.offset = context.query_offset.reshape(-1, 1, 1, 1)
+
+    # The way of the keys.
+
+    def forward(self, keys):
+        """out and lse in the accumulator's dtype, and the keys where they are in the end."""
+        if self.plan.gather:
+            state = self._over_gathered(self._see, self._start(), keys)
+        else:
+            state, keys = self._walk(keys)
+        out, lse = (jnp.concatenate(x, 1) for x in zip(*state, strict=True))
+        return out, lse, keys
+
+    def _walk(self, keys):
+        way, state = self.plan.path, self._start()
+
+        def step(keys, state, distance, shift):
+            coming = self._hop(keys, shift)  # first, so that it travels while the rest is computed
+            return coming, self._see(state, keys, self._source(distance))
+
+        for i, count, shift in _runs(_differences(way)):
+            keys, state = _repeat(
+                count, lambda n, c, i=i, shift=shift: step(*c, way[i] + n * shift, shift), (keys, state)
+            )
+        return self._see(state, keys, self._source(way[-1])), keys
+
+    def backward(self, keys, out, lse, dout, dlse):
+        """Gradients of every array, in the accumulator's dtype."""
+        saved = list(zip(*(jnp.split(x, self.pieces, 1) for x in (out, lse, dout, dlse)), strict=True))
+        see = functools.partial(self._see_backward, saved)
+        walk = self._gather_and_scatter if self.plan.gather else self._walk_home
+        totals, (key, value) = walk(see, self._zero_totals(), keys)
+        return dataclasses.replace(
+            self.arrays, query=jnp.concatenate(totals.query, 1), key=key, value=value, scale=totals.scale,
+            bias=totals.bias, aux=totals.aux, sinks=self._sinks_gradient(out, lse, dout, dlse),
+        )
+
+    def _walk_home(self, see, totals, keys):
+        """The way of `_walk` backwards: keys come home, and the sums of their gradients behind them."""
+        way, last = self.plan.path, len(self.plan.path) - 1
+        back = [-shift for shift in _differences(way)]  # back[m]: from way[m + 1] to way[m]
+
+        def step(keys, sums, totals, distance, keys_shift, sums_shift):
+            coming, sums = self._hop_both(keys, keys_shift, sums, sums_shift)
+            totals, own = see(totals, keys, self._source(distance))
+            return coming, _add(sums, own), totals
+
+        coming = self._hop(keys, back[last - 1]) if last else None
+        totals, sums = see(totals, keys, self._source(way[last]))
+        shifts = [(back[m - 1], back[m]) for m in range(last - 1, 0, -1)]
+        for i, count, pair in _runs(shifts):
+            distance = way[last - 1 - i]
+            coming, sums, totals = _repeat(
+                count, lambda n, c, d=distance, pair=pair: step(*c, d + n * pair[0], *pair), (coming, sums, totals)
+            )
+        if last:
+            sums = self._hop(sums, back[0])
+            totals, own = see(totals, coming, self._source(0))
+            sums = _add(sums, own)
+        return totals, sums
+
+    def _source(self, distance):
+        return (self.index - distance) % self.layout.size
+
+    def _hop(self, tree, shift):
+        """`tree` of the device `shift` before this one, as one message."""
+        size = self.layout.size
+        message = lax.ppermute(_pack(tree), self.plan.axis, [(r, (r + shift) % size) for r in range(size)])
+        return _unpack(message, tree)
+
+    def _hop_both(self, keys, keys_shift, sums, sums_shift):
+        if keys_shift == sums_shift:
+            return self._hop((keys, sums), keys_shift)
+        return self._hop(keys, keys_shift), self._hop(sums, sums_shift)
+
+    def _over_gathered(self, see, state, keys):
+        """`see(state, keys, source)` for the keys of all devices: in one call where their order can be restored."""
+        everyone = self._gather(keys)
+        if self.layout.stride == 1:
+            return see(state, jax.tree.map(self._natural, everyone, Keys(1, 1, (3,) * len(keys.ids))), None)
+
+        def step(source, state):
+            return see(state, jax.tree.map(lambda x: x[source], everyone), source)
+
+        return lax.fori_loop(0, self.layout.size, step, state)
+
+    def _gather(self, keys):
+        """The keys of all devices, in a new first axis."""
+        words = lax.all_gather(_pack(keys), self.plan.axis)
+        return jax.vmap(lambda message: _unpack(message, keys))(words)
+
+    def _natural(self, x, axis):
+        """`[P, ..., tokens, ...]` in natural order, tokens at `axis` of the result."""
+        x = jnp.moveaxis(x, 0, axis)
+        return self.layout.unshard(x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]), axis)
+
+    def _gather_and_scatter(self, see, totals, keys):
+        size = self.layout.size
+        if self.layout.stride == 1:
+            natural = jax.tree.map(self._natural, self._gather(keys), Keys(1, 1, (3,) * len(keys.ids)))
+            totals, sums = see(totals, natural, None)
+            sums = [self.layout.shard(x, 1) for x in sums]
+            sums = [jnp.moveaxis(x.reshape(x.shape[0], size, -1, *x.shape[2:]), 1, 0) for x in sums]
+        else:
+            everyone = self._gather(keys)
+
+            def step(source, state):
+                totals, sums = state
+                totals, own = see(totals, jax.tree.map(lambda x: x[source], everyone), source)
+                return totals, [x.at[source].set(o) for x, o in zip(sums, own, strict=True)]
+
+            sums = [self._zeros((size, *x.shape)) for x in (keys.key, keys.value)]
+            totals, sums = lax.fori_loop(0, size, step, (totals, sums))
+        both = jnp.concatenate(sums, -1)
+        both = lax.psum_scatter(both, self.plan.axis, scatter_dimension=0)
+        return totals, jnp.split(both, [sums[0].shape[-1]], -1)
+
+    # Rectangles: piece i of the queries and piece j of the keys of device `source`; None: of all keys.
+
+    def _see(self, state, keys, source):
+        """`state`, a partial result for each query piece, with these keys in it."""
+        state = list(state)
+        for i, j in self._rectangles(source):
+
+            def see(partial, i=i, j=j):
+                out, lse, _ = _forward(self.options, *self._rectangle(i, j, keys, source), unrounded=True)
+                return merge(partial, (out, lse))
+
+            state[i] = self._if_visible(i, j, keys, source, see, state[i])
+        return tuple(state)
+
+    def _see_backward(self, saved, totals, keys, source):
+        """`totals` with what comes from these keys in it, and the gradients of these keys and values."""
+        queries, parts = list(totals.query), 1 if source is None else self.pieces
+        sums = [[self._zeros(p.shape) for p in jnp.split(x, parts, 1)] for x in (keys.key, keys.value)]
+        for i, j in self._rectangles(source):
+
+            def see(state, i=i, j=j):
+                totals, key, value = state
+                arrays, context = self._rectangle(i, j, keys, source)
+                out, lse, dout, dlse = saved[i]
+                options = self.options.backward or self.options
+                call = _dispatch.module("attention", options.implementation).backward
+                g = call(arrays, context, options, out, lse, jnp.zeros_like(lse), dout, dlse)
+                return self._add_totals(totals, g, i, j, source), key + g.key, value + g.value
+
+            state = dataclasses.replace(totals, query=queries[i]), sums[0][j], sums[1][j]
+            totals, sums[0][j], sums[1][j] = self._if_visible(i, j, keys, source, see, state)
+            queries[i] = totals.query
+        return dataclasses.replace(totals, query=tuple(queries)), [jnp.concatenate(x, 1) for x in sums]
+
+    def _rectangles(self, source):
+        return itertools.product(range(self.pieces), range(1 if source is None else self.pieces))
+
+    def _if_visible(self, i, j, keys, source, function, state):
+        """`function(state)`, or `state` where the mask hides the whole rectangle."""
+        mask = self._mask(i, j, keys, source)
+        if mask is None or not self.T or not self.S:
+            return function(state)
+        columns = self._columns(source)
+        starts = self._starts(i, j, source)
+        grid = Grid(self.rows, columns, self.rows, columns, self.offset, starts, self.layout.stride)
+        return lax.cond(jnp.any(mask.possible(grid)[0]), function, lambda state: state, state)
+
+    def _starts(self, i, j, source):
+        """Indices of the first query and the first key."""
+        key = jnp.int32(0) if source is None else self.layout.starts(source, self.S)[j]
+        return self.layout.starts(self.index, self.T)[i], key
+
+    def _columns(self, source):
+        return self.S if source is None else self.S // self.layout.multiple
+
+    def _rectangle(self, i, j, keys, source):
+        """`(arrays, context)` of one rectangle, as `_problem` has them."""
+        rows, columns = self._span(i), self._columns(source)
+        key, value = (lax.slice_in_dim(x, j * columns, (j + 1) * columns, axis=1) for x in (keys.key, keys.value))
+        a = self.arrays
+        bias = None if a.bias is None else self._cut(a.bias, i, j, source)
+        arrays = dataclasses.replace(
+            a, query=a.query[:, rows], key=key, value=value, bias=bias, sinks=None,
+            aux=tuple(self._aux(n, x, i, j, source)[0] for n, x in enumerate(a.aux)),
+        )
+        base = jnp.zeros(4, jnp.int32) if self.context.origin is None else self.context.origin
+        query_start, key_start = self._starts(i, j, source)
+        origin = base + jnp.stack([jnp.int32(0), jnp.int32(0), query_start, key_start])
+        mask = self._mask(i, j, keys, source)
+        return arrays, dataclasses.replace(self.context, mask=mask, origin=vary(origin, self.axes))
+
+    def _span(self, i):
+        return slice(i * self.rows, (i + 1) * self.rows)
+
+    def _mask(self, i, j, keys, source):
+        columns = self._columns(source)
+        ids = (lax.slice_in_dim(x, j * columns, (j + 1) * columns, axis=3) for x in keys.ids)
+        cut = functools.partial(self._cut, i=i, j=j, source=source)
+        return map_mask(self.context.mask, cut, cut, lambda _: next(ids))
+
+    def _cut(self, x, i, j, source):
+        """`x`, which broadcasts to `[B, N, own rows, S]`, restricted to a rectangle."""
+        view, start, sizes = self._place(x, i, j, source)
+        return lax.dynamic_slice(x.reshape(view), start, sizes).reshape(sizes[:4])
+
+    def _add_cut(self, total, update, i, j, source):
+        """Adds `update`, the gradient of `_cut(total)`, to its place in `total`."""
+        view, start, sizes = self._place(total, i, j, source)
+        there = lax.dynamic_slice(total.reshape(view), start, sizes) + update.reshape(sizes)
+        return lax.dynamic_update_slice(total.reshape(view), there, start).reshape(total.shape)
+
+    def _place(self, x, i, j, source):
+        """`x` seen with its columns in rows of `stride`, and start and sizes of a rectangle in that."""
+        B, N, T, S = x.shape
+        row, rows = (0, 1) if T == 1 else (i * self.rows, self.rows)
+        stride, start, columns = 1, 0, S
+        if S != 1 and source is not None:
+            stride, start, columns = self.layout.stride, self._starts(i, j, source)[1], self._columns(source)
+        at = (0, 0, row, start, 0) if stride == 1 else (0, 0, row, 0, start)
+        return (B, N, T, S // stride, stride), [jnp.asarray(n, jnp.int32) for n in at], (B, N, rows, columns, 1)
+
+    def _aux(self, n, x, i, j, source):
+        """The modifier's n-th array in a rectangle, and the transpose of cutting it out: gradient, total -> total."""
+        if self.options.mod.kinds[n] == "element":
+            return self._cut(x, i, j, source), lambda g, total: self._add_cut(total, g, i, j, source)
+        query_start, key_start = self._starts(i, j, source)
+        offset = self.offset + query_start - key_start
+        spread, pull = jax.vjp(
+            lambda table: _diagonals(table, self.rows, self._columns(source), offset, self.layout.stride),
+            vary(x.astype(self.dtype), self.axes),
+        )
+        return spread, lambda g, total: total + pull(g)[0]
+
+    # Sums.
+
+    def _zeros(self, shape):
+        return vary(jnp.zeros(shape, self.dtype), self.axes)
+
+    def _start(self):
+        """The results over no keys: empty, or a sink alone."""
+        return tuple(self._start_piece(start) for start in self.layout.starts(self.index, self.T))
+
+    def _start_piece(self, start):
+        shape = (self.B, self.rows, self.N)
+        lse = jnp.full(shape, -jnp.inf, self.dtype)
+        if self.arrays.sinks is not None:
+            lse = jnp.broadcast_to(self.arrays.sinks.astype(self.dtype), shape)
+            if self.context.query_lengths is not None:
+                row = start + self.layout.stride * jnp.arange(self.rows, dtype=jnp.int32)
+                lse = jnp.where(row[:, None] < self.context.query_lengths[:, None, None], lse, -jnp.inf)
+        return self._zeros((*shape, self.D)), vary(lse, self.axes)
+
+    def _zero_totals(self):
+        a, zeros = self.arrays, lambda x: None if x is None else self._zeros(x.shape)
+        return dataclasses.replace(
+            a, query=tuple(zeros(x) for x in jnp.split(a.query, self.pieces, 1)), scale=zeros(a.scale),
+            bias=zeros(a.bias), aux=tuple(map(zeros, a.aux)), sinks=None,
+        )
+
+    def _add_totals(self, totals, g, i, j, source):
+        aux = [self._aux(n, x, i, j, source)[1] for n, x in enumerate(self.arrays.aux)]
+        return dataclasses.replace(
+            totals, query=totals.query + g.query,
+            scale=None if g.scale is None else totals.scale + g.scale,
+            bias=None if g.bias is None else self._add_cut(totals.bias, g.bias, i, j, source),
+            aux=tuple(add(x, total) for add, x, total in zip(aux, g.aux, totals.aux, strict=True)),
+        )
+
+    def _sinks_gradient(self, out, lse, dout, dlse):
+        """A sink is a key without a value: its weight times what one more unit of weight costs."""
+        if self.arrays.sinks is None:
+            return None
+        delta = jnp.sum(dout.astype(self.dtype) * out.astype(self.dtype), -1) - dlse
+        empty = lse == -jnp.inf
+        weights = jnp.exp(self.arrays.sinks.astype(self.dtype) - jnp.where(empty, 0, lse))
+        return -jnp.sum(jnp.where(empty, 0, weights * delta), (0, 1))
+
+
+# Masks and tables.
+
+
+def _key_ids(mask):
+    """Key ids of the segment masks in a mask, in order."""
+    if isinstance(mask, Segments):
+        return [mask.key_ids]
+    return [ids for x in vars(mask).values() if isinstance(x, Mask) for ids in _key_ids(x)] if mask is not None else []
+
+
+def map_mask(mask, arrays, query_ids, key_ids, rest=lambda mask: mask):
+    """The mask with functions applied to its arrays that have rows and columns, to its ids, and to its other parts."""
+    if mask is None:
+        return None
+    if isinstance(mask, Dense):
+        return Dense(arrays(mask.array))
+    if isinstance(mask, Predicate):
+        return Predicate(tuple(map(arrays, mask.aux)), mask.function)
+    if isinstance(mask, Segments):
+        return Segments(query_ids(mask.query_ids), key_ids(mask.key_ids))
+    parts = {name: x for name, x in vars(mask).items() if isinstance(x, Mask)}
+    if not parts:
+        return rest(mask)
+    return dataclasses.replace(mask, **{n: map_mask(x, arrays, query_ids, key_ids, rest) for n, x in parts.items()})
+
+
+def _diagonals(table, rows, columns, offset, stride):
+    """`table [N or 1, L]` by diagonals: `[B or 1, N or 1, rows + columns - 1]`, as `mods.bind` has them."""
+    middle = table.shape[1] // 2
+    diagonal = jnp.arange(rows + columns - 1, dtype=jnp.int32) - (rows - 1)
+    index = middle + stride * diagonal - jnp.reshape(offset, (-1, 1))
+    return jnp.moveaxis(jnp.take(table, jnp.clip(index, 0, table.shape[1] - 1), axis=1), 0, 1)
+
+
+# Messages.
+
+
+def _pack(tree):
+    """The arrays of a tree as one array of words, bit for bit."""
+    leaves = jax.tree.leaves(tree)
+    word = jnp.dtype(f"uint{8 * min(x.dtype.itemsize for x in leaves)}")
+    return jnp.concatenate([lax.bitcast_convert_type(x, word).reshape(-1) for x in leaves])
+
+
+def _unpack(message, like):
+    """The inverse of `_pack` for a tree like `like`."""
+    leaves, structure = jax.tree.flatten(like)
+    ratios = [x.dtype.itemsize // message.dtype.itemsize for x in leaves]
+    ends = itertools.accumulate(x.size * r for x, r in zip(leaves, ratios, strict=True))
+    parts = jnp.split(message, list(ends)[:-1])
+    shapes = [x.shape if r == 1 else (*x.shape, r) for x, r in zip(leaves, ratios, strict=True)]
+    return structure.unflatten(
+        lax.bitcast_convert_type(part.reshape(shape), x.dtype)
+        for part, shape, x in zip(parts, shapes, leaves, strict=True)
+    )
+
+
+# Loops.
+
+
+def _differences(numbers):
+    return [b - a for a, b in itertools.pairwise(numbers)]
+
+
+def _runs(items):
+    """(first index, length, item) of each run of equal items."""
+    first = 0
+    for item, group in itertools.groupby(items):
+        count = len(list(group))
+        yield first, count, item
+        first += count
+
+
+def _repeat(count, body, state):
+    return body(0, state) if count == 1 else lax.fori_loop(0, count, body, state)
+
+
+def _add(trees, others):
+    return jax.tree.map(jnp.add, trees, others)
