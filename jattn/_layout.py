@@ -49,7 +49,7 @@ class SequenceLayout:
     @property
     def pieces(self) -> int:
         """How many evenly spaced runs of tokens a device holds."""
-        return 2 if self.kind == "zigzag" else 1
+        return 2 if self.kind == "zigzag" and self.size > 1 else 1
 
     @property
     def stride(self) -> int:
@@ -83,13 +83,13 @@ class SequenceLayout:
     def starts(self, index, length: int) -> tuple:
         """The first token of each run of device `index`, an int or an array."""
         run = length // self.multiple
-        if self.kind == "zigzag":
+        if self.pieces == 2:
             return index * run, (2 * self.size - 1 - index) * run
         return (index,) if self.kind == "striped" else (index * run,)
 
     def check(self, length: int, name: str):
         if length % self.multiple:
-            factor = "2 · " if self.pieces == 2 else ""
+            factor = "2 · " * (self.pieces == 2)
             raise ValueError(
                 f"{name}={length} must be a multiple of {self.multiple} = {factor}{self.size} for a {self.kind} layout "
                 f"over {self.size} devices"

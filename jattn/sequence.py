@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jattn import _check, _dispatch, mods
@@ -434,15 +434,18 @@ def _on_mesh(static, mesh, x):
         SequenceLayout("contiguous", whole).check(length, name)
     _layout_of(static, [1 if a is None else mesh.shape[a] for a in static.axes], T, S)
     tokens = P(*[None] * batch, names)
-    mapped = jax.shard_map(
-        functools.partial(_on_device, static), mesh=mesh, in_specs=(_specs(x, names, tokens),),
+    mapped = functools.partial(
+        jax.shard_map, functools.partial(_on_device, static), in_specs=(_specs(x, names, tokens),),
         out_specs=(tokens, tokens), axis_names=set(static.names),
     )
     sharding = jax.typeof(x["query"]).sharding
     if not sharding.mesh.explicit_axes:
-        return mapped(x)
-    out = sharding.spec
-    return jax.sharding.auto_axes(mapped, axes=sharding.mesh.explicit_axes, out_sharding=(out, P(*out[:-1])))(x)
+        return mapped(mesh=mesh)(x)
+    # The loops inside leave the sharding over other axes to the compiler; out has that of the queries.
+    explicit = sharding.mesh.explicit_axes
+    mapped = mapped(mesh=sharding.mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto)))
+    out_sharding = P(*sharding.spec), P(*sharding.spec[:-1])
+    return jax.sharding.auto_axes(mapped, axes=explicit, out_sharding=out_sharding)(x)
 
 
 def _specs(x, names, tokens):
