@@ -131,8 +131,7 @@ class Shard:
             state = self._over_gathered(self._see, self._start(), keys)
         else:
             state, keys = self._walk(keys)
-        out, lse = (jnp.concatenate(x, 1) for x in zip(*state, strict=True))
-        return out, lse, keys
+        return *state, keys
 
     def _walk(self, keys):
         way, state = self.plan.path, self._start()
@@ -149,14 +148,10 @@ class Shard:
 
     def backward(self, keys, out, lse, dout, dlse):
         """Gradients of every array, in the accumulator's dtype."""
-        saved = list(zip(*(jnp.split(x, self.pieces, 1) for x in (out, lse, dout, dlse)), strict=True))
-        see = functools.partial(self._see_backward, saved)
+        see = functools.partial(self._see_backward, (out, lse, dout, dlse))
         walk = self._gather_and_scatter if self.plan.gather else self._walk_home
         totals, (key, value) = walk(see, self._zero_totals(), keys)
-        return dataclasses.replace(
-            self.arrays, query=jnp.concatenate(totals.query, 1), key=key, value=value, scale=totals.scale,
-            bias=totals.bias, aux=totals.aux, sinks=self._sinks_gradient(out, lse, dout, dlse),
-        )
+        return dataclasses.replace(totals, key=key, value=value, sinks=self._sinks_gradient(out, lse, dout, dlse))
 
     def _walk_home(self, see, totals, keys):
         """The way of `_walk` backwards: keys come home, and the sums of their gradients behind them."""
@@ -241,39 +236,48 @@ class Shard:
     # Rectangles: piece i of the queries and piece j of the keys of device `source`; None: of all keys.
 
     def _see(self, state, keys, source):
-        """`state`, a partial result for each query piece, with these keys in it."""
-        state = list(state)
-        for i, j in self._rectangles(source):
+        """`state`, out and lse, with these keys in it."""
 
-            def see(partial, i=i, j=j):
+        def see(i, j, state):
+            def attend(partial):
                 out, lse, _ = _forward(self.options, *self._rectangle(i, j, keys, source), unrounded=True)
                 return merge(partial, (out, lse))
 
-            state[i] = self._if_visible(i, j, keys, source, see, state[i])
-        return tuple(state)
+            partial = tuple(_piece(x, i, self.rows) for x in state)
+            partial = self._if_visible(i, j, keys, source, attend, partial)
+            return tuple(_put_piece(x, i, new) for x, new in zip(state, partial, strict=True))
+
+        return self._over_rectangles(source, see, state)
 
     def _see_backward(self, saved, totals, keys, source):
         """`totals` with what comes from these keys in it, and the gradients of these keys and values."""
-        queries, parts = list(totals.query), 1 if source is None else self.pieces
-        sums = [[self._zeros(p.shape) for p in jnp.split(x, parts, 1)] for x in (keys.key, keys.value)]
-        for i, j in self._rectangles(source):
+        options, columns = self.options.backward or self.options, self._columns(source)
+        implementation = _dispatch.module("attention", options.implementation)
 
-            def see(state, i=i, j=j):
-                totals, key, value = state
+        def see(i, j, state):
+            def attend(state):
+                query, key, value, totals = state
+                results = (_piece(x, i, self.rows) for x in saved)
+                out, lse, dout, dlse = results
                 arrays, context = self._rectangle(i, j, keys, source)
-                out, lse, dout, dlse = saved[i]
-                options = self.options.backward or self.options
-                call = _dispatch.module("attention", options.implementation).backward
-                g = call(arrays, context, options, out, lse, jnp.zeros_like(lse), dout, dlse)
-                return self._add_totals(totals, g, i, j, source), key + g.key, value + g.value
+                g = implementation.backward(arrays, context, options, out, lse, jnp.zeros_like(lse), dout, dlse)
+                return query + g.query, key + g.key, value + g.value, self._add_totals(totals, g, i, j, source)
 
-            state = dataclasses.replace(totals, query=queries[i]), sums[0][j], sums[1][j]
-            totals, sums[0][j], sums[1][j] = self._if_visible(i, j, keys, source, see, state)
-            queries[i] = totals.query
-        return dataclasses.replace(totals, query=tuple(queries)), [jnp.concatenate(x, 1) for x in sums]
+            query, key, value, totals = state
+            piece = _piece(query, i, self.rows), _piece(key, j, columns), _piece(value, j, columns), totals
+            *new, totals = self._if_visible(i, j, keys, source, attend, piece)
+            places = zip((query, key, value), (i, j, j), new, strict=True)
+            return *(_put_piece(x, n, piece) for x, n, piece in places), totals
 
-    def _rectangles(self, source):
-        return itertools.product(range(self.pieces), range(1 if source is None else self.pieces))
+        query, totals = totals.query, dataclasses.replace(totals, query=None)
+        sums = (self._zeros(x.shape) for x in (keys.key, keys.value))
+        query, key, value, totals = self._over_rectangles(source, see, (query, *sums, totals))
+        return dataclasses.replace(totals, query=query), [key, value]
+
+    def _over_rectangles(self, source, body, state):
+        """`state = body(i, j, state)` for each."""
+        parts = 1 if source is None else self.pieces
+        return _repeat(self.pieces * parts, lambda n, state: body(n // parts, n % parts, state), state)
 
     def _if_visible(self, i, j, keys, source, function, state):
         """`function(state)`, or `state` where the mask hides the whole rectangle."""
@@ -287,20 +291,19 @@ class Shard:
 
     def _starts(self, i, j, source):
         """Indices of the first query and the first key."""
-        key = jnp.int32(0) if source is None else self.layout.starts(source, self.S)[j]
-        return self.layout.starts(self.index, self.T)[i], key
+        query = jnp.stack(self.layout.starts(self.index, self.T))[i]
+        return query, jnp.int32(0) if source is None else jnp.stack(self.layout.starts(source, self.S))[j]
 
     def _columns(self, source):
         return self.S if source is None else self.S // self.layout.multiple
 
     def _rectangle(self, i, j, keys, source):
         """`(arrays, context)` of one rectangle, as `_problem` has them."""
-        rows, columns = self._span(i), self._columns(source)
-        key, value = (lax.slice_in_dim(x, j * columns, (j + 1) * columns, axis=1) for x in (keys.key, keys.value))
+        key, value = (_piece(x, j, self._columns(source)) for x in (keys.key, keys.value))
         a = self.arrays
         bias = None if a.bias is None else self._cut(a.bias, i, j, source)
         arrays = dataclasses.replace(
-            a, query=a.query[:, rows], key=key, value=value, bias=bias, sinks=None,
+            a, query=_piece(a.query, i, self.rows), key=key, value=value, bias=bias, sinks=None,
             aux=tuple(self._aux(n, x, i, j, source)[0] for n, x in enumerate(a.aux)),
         )
         base = jnp.zeros(4, jnp.int32) if self.context.origin is None else self.context.origin
@@ -309,12 +312,8 @@ class Shard:
         mask = self._mask(i, j, keys, source)
         return arrays, dataclasses.replace(self.context, mask=mask, origin=vary(origin, self.axes))
 
-    def _span(self, i):
-        return slice(i * self.rows, (i + 1) * self.rows)
-
     def _mask(self, i, j, keys, source):
-        columns = self._columns(source)
-        ids = (lax.slice_in_dim(x, j * columns, (j + 1) * columns, axis=3) for x in keys.ids)
+        ids = (_piece(x, j, self._columns(source), 3) for x in keys.ids)
         cut = functools.partial(self._cut, i=i, j=j, source=source)
         return map_mask(self.context.mask, cut, cut, lambda _: next(ids))
 
@@ -357,31 +356,26 @@ class Shard:
         return vary(jnp.zeros(shape, self.dtype), self.axes)
 
     def _start(self):
-        """The results over no keys: empty, or a sink alone."""
-        return tuple(self._start_piece(start) for start in self.layout.starts(self.index, self.T))
-
-    def _start_piece(self, start):
-        shape = (self.B, self.rows, self.N)
+        """The result over no keys: empty, or a sink alone."""
+        shape = self.arrays.query.shape[:3]
         lse = jnp.full(shape, -jnp.inf, self.dtype)
         if self.arrays.sinks is not None:
             lse = jnp.broadcast_to(self.arrays.sinks.astype(self.dtype), shape)
             if self.context.query_lengths is not None:
-                row = start + self.layout.stride * jnp.arange(self.rows, dtype=jnp.int32)
-                lse = jnp.where(row[:, None] < self.context.query_lengths[:, None, None], lse, -jnp.inf)
+                row = self.layout.positions(self.T, self.index)[:, None]
+                lse = jnp.where(row < self.context.query_lengths[:, None, None], lse, -jnp.inf)
         return self._zeros((*shape, self.D)), vary(lse, self.axes)
 
     def _zero_totals(self):
         a, zeros = self.arrays, lambda x: None if x is None else self._zeros(x.shape)
         return dataclasses.replace(
-            a, query=tuple(zeros(x) for x in jnp.split(a.query, self.pieces, 1)), scale=zeros(a.scale),
-            bias=zeros(a.bias), aux=tuple(map(zeros, a.aux)), sinks=None,
+            a, query=zeros(a.query), scale=zeros(a.scale), bias=zeros(a.bias), aux=tuple(map(zeros, a.aux)), sinks=None
         )
 
     def _add_totals(self, totals, g, i, j, source):
         aux = [self._aux(n, x, i, j, source)[1] for n, x in enumerate(self.arrays.aux)]
         return dataclasses.replace(
-            totals, query=totals.query + g.query,
-            scale=None if g.scale is None else totals.scale + g.scale,
+            totals, scale=None if g.scale is None else totals.scale + g.scale,
             bias=None if g.bias is None else self._add_cut(totals.bias, g.bias, i, j, source),
             aux=tuple(add(x, total) for add, x, total in zip(aux, g.aux, totals.aux, strict=True)),
         )
@@ -453,7 +447,15 @@ def _unpack(message, like):
     )
 
 
-# Loops.
+# Pieces and loops.
+
+
+def _piece(x, i, length, axis=1):
+    return x if length == x.shape[axis] else lax.dynamic_slice_in_dim(x, i * length, length, axis)
+
+
+def _put_piece(x, i, piece):
+    return piece if piece.shape == x.shape else lax.dynamic_update_slice_in_dim(x, piece, i * piece.shape[1], 1)
 
 
 def _differences(numbers):
