@@ -214,6 +214,7 @@ class Shard:
 
     def _gather_and_scatter(self, see, totals, keys):
         size = self.layout.size
+        keys = lax.optimization_barrier(keys)  # else what the forward gathered would be kept for the backward
         if self.layout.stride == 1:
             natural = jax.tree.map(self._natural, self._gather(keys), Keys(1, 1, (3,) * len(keys.ids)))
             totals, sums = see(totals, natural, None)
