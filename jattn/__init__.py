@@ -12,17 +12,27 @@ from jattn.ragged import ragged_attention as ragged_attention
 from jattn.rope import LinearScaling as LinearScaling
 from jattn.rope import Llama3Scaling as Llama3Scaling
 from jattn.rope import rope as rope
+from jattn.sequence import SequenceLayout as SequenceLayout
+from jattn.sequence import allgather_attention as allgather_attention
+from jattn.sequence import hybrid_attention as hybrid_attention
+from jattn.sequence import ring_attention as ring_attention
+from jattn.sequence import ulysses_attention as ulysses_attention
 
 __all__ = [
     "LinearScaling",
     "Llama3Scaling",
+    "SequenceLayout",
+    "allgather_attention",
     "attention",
     "debug",
     "empty",
     "explain",
+    "hybrid_attention",
     "masks",
     "merge",
     "mods",
     "ragged_attention",
+    "ring_attention",
     "rope",
+    "ulysses_attention",
 ]
