@@ -181,10 +181,10 @@ class Shard:
         return (self.index - distance) % self.layout.size
 
     def _hop(self, tree, shift):
-        """`tree` of the device `shift` before this one, as one message."""
+        """`tree` of the device `shift` before this one."""
         size = self.layout.size
-        message = lax.ppermute(_pack(tree), self.plan.axis, [(r, (r + shift) % size) for r in range(size)])
-        return _unpack(message, tree)
+        pairs = [(r, (r + shift) % size) for r in range(size)]
+        return _together(lambda x: lax.ppermute(x, self.plan.axis, pairs), tree)
 
     def _hop_both(self, keys, keys_shift, sums, sums_shift):
         if keys_shift == sums_shift:
@@ -204,8 +204,7 @@ class Shard:
 
     def _gather(self, keys):
         """The keys of all devices, in a new first axis."""
-        words = lax.all_gather(_pack(keys), self.plan.axis)
-        return jax.vmap(lambda message: _unpack(message, keys))(words)
+        return _together(lambda x: lax.all_gather(x, self.plan.axis), keys)
 
     def _natural(self, x, axis):
         """`[P, ..., tokens, ...]` in natural order, tokens at `axis` of the result."""
@@ -428,24 +427,30 @@ def _diagonals(table, rows, columns, offset, stride):
 # Messages.
 
 
-def _pack(tree):
-    """The arrays of a tree as one array of words, bit for bit."""
-    leaves = jax.tree.leaves(tree)
-    word = jnp.dtype(f"uint{8 * min(x.dtype.itemsize for x in leaves)}")
-    return jnp.concatenate([lax.bitcast_convert_type(x, word).reshape(-1) for x in leaves])
+def _together(collective, tree):
+    """A collective of keys, values and their gradients `[B, S, K, features]` as one operand, and of ids (a hundredth of
+    that) by themselves."""
+    leaves, structure = jax.tree.flatten(tree)
+    is_id = [jnp.issubdtype(x.dtype, jnp.integer) for x in leaves]
+    packed = [x for x, i in zip(leaves, is_id, strict=True) if not i]
+    unpacked = _unpack(collective(_pack(packed)), packed)
+    return structure.unflatten(collective(x) if i else next(unpacked) for x, i in zip(leaves, is_id, strict=True))
+
+
+def _pack(arrays):
+    """Arrays that differ in the last axis alone as one, bit for bit. The other axes stay, since they may be sharded."""
+    word = jnp.dtype(f"uint{8 * min(x.dtype.itemsize for x in arrays)}")
+    return jnp.concatenate([lax.bitcast_convert_type(x, word).reshape(*x.shape[:-1], -1) for x in arrays], -1)
 
 
 def _unpack(message, like):
-    """The inverse of `_pack` for a tree like `like`."""
-    leaves, structure = jax.tree.flatten(like)
-    ratios = [x.dtype.itemsize // message.dtype.itemsize for x in leaves]
-    ends = itertools.accumulate(x.size * r for x, r in zip(leaves, ratios, strict=True))
-    parts = jnp.split(message, list(ends)[:-1])
-    shapes = [x.shape if r == 1 else (*x.shape, r) for x, r in zip(leaves, ratios, strict=True)]
-    return structure.unflatten(
-        lax.bitcast_convert_type(part.reshape(shape), x.dtype)
-        for part, shape, x in zip(parts, shapes, leaves, strict=True)
-    )
+    """The inverse of `_pack`; `message` may have more leading axes."""
+    ratios = [x.dtype.itemsize // message.dtype.itemsize for x in like]
+    ends = itertools.accumulate(x.shape[-1] * r for x, r in zip(like, ratios, strict=True))
+    parts = jnp.split(message, list(ends)[:-1], -1)
+    for part, ratio, x in zip(parts, ratios, like, strict=True):
+        words = part if ratio == 1 else part.reshape(*part.shape[:-1], -1, ratio)
+        yield lax.bitcast_convert_type(words, x.dtype)
 
 
 # Pieces and loops.

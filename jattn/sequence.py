@@ -210,16 +210,16 @@ class _ShardShape(Shape):
 
     def scores(self, x, name):
         T, S = self.local
-        along = " and ".join(map(repr, self.names))
+        over = _over(self.names)
         if x.ndim >= 1 and x.shape[-1] not in (1, self.num_keys) and x.shape[-1] == S:
             raise ValueError(
-                f"{name} has shape {x.shape} on a device: its columns are cut into S={S} of {self.num_keys}; shard it "
-                f"over {along} along its rows T only, and leave all {self.num_keys} columns in natural order"
+                f"{name} has shape {x.shape} on a device: its columns are cut to S={S} of {self.num_keys}; shard its "
+                f"rows T alone{over}, and leave all {self.num_keys} columns in natural order"
             )
         if x.ndim >= 2 and x.shape[-2] not in (1, T) and x.shape[-2] == self.num_queries:
             raise ValueError(
-                f"{name} has shape {x.shape} on a device: all T={self.num_queries} rows; shard it over {along} along "
-                f"its rows, {T} a device, in the layout of the queries"
+                f"{name} has shape {x.shape} on a device: all T={self.num_queries} rows; shard its rows{over}, {T} a "
+                "device, in the layout of the queries"
             )
         return Shape(self.batch, self.heads, T, self.num_keys).scores(x, name)
 
@@ -236,8 +236,8 @@ def _on_device(static, x):
     mod, sinks = x["score_mod"], x["sinks"]
     if sinks is not None and sinks.shape != (N,):
         raise ValueError(
-            f"sinks have shape {sinks.shape} on a device; expected one a query head, ({N},): do not shard them over "
-            f"{' or '.join(map(repr, static.names))}"
+            f"sinks have shape {sinks.shape} on a device; expected one a query head, ({N},): do not shard them"
+            f"{_over(static.names)}"
         )
     arrays = Differentiable(
         query, key, value, scale=x["scale"], bias=_check.bias(x["bias"], shape), aux=_bind_aux(mod, shape),
@@ -486,11 +486,8 @@ def _find(count, names, mesh, operands, others):
     along = {name: _tuple(specs[name][-3]) for name in operands if name in specs}
     names = names or along.get("query", ())
     if len(names) != count:
-        raise ValueError(
-            f"axis=None: query is not known to be sharded over {'one axis' if count == 1 else f'{count} axes'} of the "
-            f"mesh along T, but over {names}; name the axis" if len(names) < 2 else
-            f"query is sharded over {names} along T: use hybrid_attention, or name one axis"
-        )
+        cure = "use hybrid_attention, or name one" if names else "name the axis of the mesh"
+        raise ValueError(f"axis=None, and query is {'' if names else 'not '}sharded along T{_over(names)}: {cure}")
     for name in names:
         if name not in mesh.axis_names:
             raise ValueError(f"axis={name!r} is not an axis of the mesh, {tuple(mesh.axis_names)}")
@@ -498,11 +495,16 @@ def _find(count, names, mesh, operands, others):
         place = -3 if name in operands else -2
         wrong = [i for i, by in enumerate(spec) if i != len(spec) + place and set(_tuple(by)) & set(names)]
         if wrong or (name == "sinks" and any(set(_tuple(by)) & set(names) for by in spec)):
-            rule = {-3: "its token axis", -2: "its rows T" if name != "sinks" else "nothing"}[place]
-            raise ValueError(f"{name} is sharded as {P(*spec)}: over {' and '.join(map(repr, names))} cut {rule} only")
+            rule = "do not shard it" if name == "sinks" else f"shard its {'tokens' if place == -3 else 'rows T'} alone"
+            raise ValueError(f"{name} is sharded as {P(*spec)}; {rule}{_over(names)}")
     if len(set(along.values())) > 1:
-        raise ValueError(f"query, key and value must be sharded alike along their tokens, not over {along}")
+        told = ", ".join(f"{name}{_over(by) or ' over no axis'}" for name, by in along.items())
+        raise ValueError(f"query, key and value must be sharded alike along their tokens, not {told}")
     return names, mesh
+
+
+def _over(names):
+    return f" over {' and '.join(map(repr, names))}" if names else ""
 
 
 def _sharding(x):

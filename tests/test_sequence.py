@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from benchmarks import communication
-from jattn import masks, sequence
+from jattn import masks, mods, sequence
 from jattn._layout import path
 from jattn._problem import Context, Differentiable, Options
 from jattn._ring import Keys, Plan, Shard, map_mask
@@ -346,3 +346,183 @@ def test_causal_work_is_balanced(kind, worst):
     visible = np.tril(np.ones((T // block, T // block))).sum()
     assert work.sum() == pytest.approx(visible, rel=0.01 if kind != "striped" else 0.1)
     assert work.max() <= worst * work.mean() and (kind != "contiguous" or work.max() > 1.8 * work.mean())
+
+
+# Bad input.
+
+
+def _refusals():
+    q, k, v = cases.qkv(1, 64, 64, N=8, K=4)
+    mesh, zigzag = mesh_of(sp=4), SequenceLayout("zigzag", 4)
+
+    def put(x, *spec):
+        return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+    def ring(*x, **options):
+        return lambda: jattn.ring_attention(*x, **(dict(axis="sp", mesh=mesh) | options))
+
+    ring_of = {n: cases.qkv(1, n, n) for n in (2999, 60, 68)}
+    sharded = [put(x, None, "sp") for x in (q, k, v)]
+    bias = np.zeros((64, 64), np.float32)
+    return {
+        "length": (ring(*ring_of[2999]), "query length T=2999 must be a multiple of 4"),
+        "zigzag length": (ring(*ring_of[60], layout=zigzag), r"T=60 must be a multiple of 8 = 2 · 4 for a zigzag"),
+        "key length": (ring(ring_of[68][0], *ring_of[2999][1:]), "key length S=2999 must be a multiple of 4"),
+        "axis": (ring(q, k, v, axis="tp"), r"axis='tp' is not an axis of the mesh, \('sp',\)"),
+        "no mesh": (lambda: jattn.ring_attention(q, k, v, axis="sp"), "no mesh: call inside a shard_map"),
+        "no axis": (ring(q, k, v, axis=None), "query is not sharded along T: name the axis"),
+        "axes": (lambda: jattn.hybrid_attention(q, k, v, axes=("sp",)), r"axes=\('sp',\) must be two names"),
+        "layouts": (ring(q, k, v, layout=(zigzag, SequenceLayout("striped", 4))), "must have one layout"),
+        "layout size": (ring(q, k, v, layout=SequenceLayout("zigzag", 2)), "the size of mesh axis 'sp', 4"),
+        "layout kind": (lambda: SequenceLayout("zigzig", 2), "kind='zigzig' is unknown; choose from 'contiguous'"),
+        "layout count": (lambda: SequenceLayout("zigzag", 0), "size=0 must be a positive int"),
+        "keys": (
+            ring(sharded[0], put(k), put(v)), "sharded alike along their tokens, not query over 'sp', key over no axis"
+        ),
+        "heads": (ring(*(put(x, None, None, "sp") for x in (q, k, v))), "query is sharded as .*shard its tokens alone"),
+        "bias": (ring(*sharded, put(bias, None, "sp")), "bias is sharded as .*shard its rows T alone over 'sp'"),
+        "mask": (ring(*sharded, None, put(bias > 1, None, "sp")), "mask is sharded as .*rows T alone"),
+        "sinks": (ring(*sharded, sinks=put(bias[:8, 0], "sp")), "sinks is sharded as .*do not shard it over 'sp'"),
+        "head count": (
+            lambda: jattn.ulysses_attention(*cases.qkv(1, 64, 64, N=6, K=2), axis="sp", mesh=mesh),
+            "query heads N=6 must be a multiple of 4, the size of mesh axis 'sp'",
+        ),
+    }
+
+
+def test_refused():
+    for name, (call, message) in _refusals().items():
+        with pytest.raises(ValueError, match=message):
+            call()
+            pytest.fail(f"{name} was not refused")
+
+
+@pytest.mark.parametrize(
+    "options, specs, message",
+    [
+        (dict(bias=np.zeros((64, 64), np.float32)), P(None, "sp"), r"bias has shape .*its rows T alone over 'sp'"),
+        (dict(bias=np.zeros((64, 64), np.float32)), P(), r"bias has shape \(64, 64\) on a device: all T=64 rows"),
+        (dict(mask=np.zeros((64, 64), bool)), P(None, "sp"), r"mask has shape \(64, 16\) on a device: its columns"),
+        (dict(sinks=np.zeros(8, np.float32)), P("sp"), r"sinks have shape \(2,\) on a device.*do not shard them"),
+    ],
+)
+def test_refused_inside_a_shard_map(options, specs, message):
+    q, k, v = cases.qkv(1, 64, 64, N=8)
+    (name, array), = options.items()
+
+    def attend(q, k, v, x):
+        return jattn.ring_attention(q, k, v, axis="sp", **{name: x})
+
+    spec = P(None, "sp")
+    mapped = jax.shard_map(attend, mesh=mesh_of(sp=4), in_specs=(spec, spec, spec, specs), out_specs=spec)
+    with pytest.raises(ValueError, match=message):
+        mapped(q, k, v, array)
+
+
+def test_second_derivatives_are_refused_with_a_sentence():
+    q, k, v = cases.qkv(1, 16, 16)
+
+    def f(q):
+        return jattn.ring_attention(q, k, v, axis="sp", mesh=mesh_of(sp=2)).sum()
+
+    with pytest.raises(NotImplementedError, match="second derivatives are not implemented"):
+        jax.grad(lambda q: jax.grad(f)(q).sum())(q)
+
+
+# Meshes.
+
+
+@pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+def test_data_sequence_and_tensor_axes(mode):
+    """Under jit other axes stay where they are: nothing is gathered, and dropout draws the bits of one device."""
+    q, k, v = cases.qkv(2, 64, 64, N=8, K=4)
+    options = dict(is_causal=True, dropout_rate=0.3, dropout_key=jax.random.key(0), local_window_size=(20, 0))
+    layout, mesh, spec = SequenceLayout("zigzag", 2), mesh_of(mode, data=2, sp=2, heads=2), P("data", "sp", "heads")
+    options["score_mod"] = lambda score, b, n, t, s: score + 0.1 * (b + n).astype(score.dtype)
+
+    def loss(attend, q, k, v):
+        out = attend(q, k, v, **options)
+        return (out**2).sum(), out
+
+    with jax.set_mesh(mesh):
+        x = [jax.device_put(layout.shard(a), NamedSharding(mesh, spec)) for a in (q, k, v)]
+        attend = functools.partial(jattn.ring_attention, axis="sp", layout=layout)
+        step = jax.jit(jax.value_and_grad(functools.partial(loss, attend), (0, 1, 2), has_aux=True))
+        program = step.lower(*x).compile()
+        (_, out), gradients = program(*x)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
+    kinds = {kind for kind, _ in communication.executed(program.as_text())}
+    assert kinds <= {"collective-permute", "all-reduce"}, kinds
+    (_, want), wanted = jax.value_and_grad(functools.partial(loss, jattn.attention), (0, 1, 2), has_aux=True)(q, k, v)
+    for got, one in zip((out, *gradients), (want, *wanted), strict=True):
+        np.testing.assert_allclose(layout.unshard(np.asarray(got)), one, atol=2e-5)
+
+
+def test_inside_a_shard_map_over_all_axes():
+    """With the check of varying axes on; parameters that every device holds get the sum of their gradients."""
+    q, k, v = cases.qkv(2, 64, 64, N=8, K=4)
+    sinks, table = np.linspace(-1, 1, 8, dtype=np.float32), np.linspace(-1, 1, 8 * 33, dtype=np.float32).reshape(8, 33)
+    layout, mesh, spec = SequenceLayout("zigzag", 2), mesh_of(data=2, sp=2, heads=2), P("data", "sp", "heads")
+
+    def loss(attend, q, k, v, sinks, table, scale):
+        out, lse = attend(
+            q, k, v, sinks=sinks, score_mod=mods.relative_bias(table), scale=scale, is_causal=True, return_residual=True
+        )
+        return (out**2).sum() + lse.sum()
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(spec,) * 3 + (P("heads"), P("heads"), P()), out_specs=P())
+    def parallel_loss(*x):
+        attend = functools.partial(jattn.ring_attention, axis="sp", layout=layout)
+        return jax.lax.psum(loss(attend, *x), ("data", "sp", "heads"))
+
+    x = q, k, v, sinks, table, np.float32(0.3)
+    got = jax.jit(jax.grad(lambda q, k, v, *rest: parallel_loss(*map(layout.shard, (q, k, v)), *rest), range(6)))(*x)
+    want = jax.grad(functools.partial(loss, jattn.attention), range(6))(*x)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, atol=1e-5 * max(1, np.abs(w).max()))
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_small_heads_with_and_without_jit(devices):
+    """TransformerEngine #2159: right eagerly, an output of another shape under jit."""
+    q, k, v = cases.qkv(1, 64, 64, N=16, K=16, H=8)
+    attend = functools.partial(jattn.ring_attention, axis="sp", mesh=mesh_of(sp=devices), is_causal=True)
+    want = jattn.attention(q, k, v, is_causal=True)
+    np.testing.assert_allclose(attend(q, k, v), want, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(attend)(q, k, v), want, atol=1e-6)
+    want = jax.grad(lambda *x: (jattn.attention(*x, is_causal=True) ** 2).sum(), (0, 1, 2))(q, k, v)
+    for wrap in (lambda f: f, jax.jit):
+        got = wrap(jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2)))(q, k, v)
+        for g, w in zip(got, want, strict=True):
+            np.testing.assert_allclose(g, w, atol=1e-5)
+
+
+def test_cotangents_in_another_layout():
+    """jax #25986: an output that is asked for by heads, and one that is replicated."""
+    q, k, v = cases.qkv(2, 64, 64, N=4, K=4)
+    mesh = mesh_of(sp=4)
+    x = [jax.device_put(a, NamedSharding(mesh, P(None, "sp"))) for a in (q, k, v)]
+    want = jax.grad(lambda *x: (jattn.attention(*x) ** 2).sum(), (0, 1, 2))(q, k, v)
+    for other in (P(None, None, "sp"), P()):
+
+        def loss(*x, other=other):
+            out = jax.lax.with_sharding_constraint(jattn.ring_attention(*x, axis="sp"), NamedSharding(mesh, other))
+            return (out**2).sum()
+
+        for g, w in zip(jax.jit(jax.grad(loss, (0, 1, 2)))(*x), want, strict=True):
+            np.testing.assert_allclose(g, w, atol=1e-5)
+
+
+def test_vmap_is_the_loop():
+    q, k, v = (np.stack([a, 2 * a]) for a in cases.qkv(1, 32, 32))
+    attend = functools.partial(jattn.ring_attention, axis="sp", mesh=mesh_of(sp=2), is_causal=True)
+    loop = [attend(*x) for x in zip(q, k, v, strict=True)]
+    np.testing.assert_allclose(jax.vmap(attend)(q, k, v), np.stack(loop), atol=1e-6)
+
+
+def test_eager_calls_compile_once():
+    q, k, v = cases.qkv(1, 32, 32)
+    attend = functools.partial(jattn.ring_attention, axis="sp", mesh=mesh_of(sp=2), score_mod=lambda x, b, n, t, s: x)
+    attend(q, k, v)
+    with jax.no_tracing():
+        attend(q, k, v)
