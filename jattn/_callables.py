@@ -6,6 +6,7 @@ the globals it names. Arrays reached that way are refused: they would be baked i
 without gradients, and a changed value would go unnoticed.
 """
 
+import functools
 import inspect
 import types
 from collections.abc import Hashable
@@ -55,6 +56,11 @@ class Callable:
                 mapped = jax.vmap(mapped, in_axes=[0 if a.shape[axis] != 1 else None for a in args])
         return mapped(*(a.reshape([n for n in a.shape if n != 1]) for a in args)).reshape(shape)
 
+    def operations(self, dtypes) -> frozenset[str]:
+        """What the function is made of when it is mapped over a tile: "primitive dtype" of every operation, with the
+        dtype of its last operand ("convert_element_type from to"), for scalar arguments of these dtypes."""
+        return _operations(self, tuple(map(jnp.dtype, dtypes)), jax.config.jax_enable_x64)
+
     def _on_scalars(self, *args):
         out = self.function(*args)
         if out is None:
@@ -72,6 +78,29 @@ class Callable:
 
     def __repr__(self):
         return getattr(self.function, "__name__", None) or repr(self.function)
+
+
+@functools.lru_cache(maxsize=1024)
+def _operations(function, dtypes, x64):
+    tile = [jax.ShapeDtypeStruct((2, 2), dtype) for dtype in dtypes]
+    return frozenset(_names_of(jax.make_jaxpr(jax.vmap(jax.vmap(function._on_scalars)))(*tile).jaxpr))
+
+
+def _names_of(jaxpr):
+    for equation in jaxpr.eqns:
+        values = jax.tree.leaves(equation.params)
+        inner = [getattr(value, "jaxpr", value) for value in values if hasattr(value, "eqns")]
+        yield equation.primitive.name if inner else operation(equation)
+        for each in inner:
+            yield from _names_of(each)
+
+
+def operation(equation) -> str:
+    """The name of an operation in a jaxpr, see `Callable.operations`."""
+    dtype = (*equation.outvars, *equation.invars)[-1].aval.dtype
+    if equation.primitive.name == "convert_element_type":
+        return f"convert_element_type {dtype} {equation.outvars[0].aval.dtype}"
+    return f"{equation.primitive.name} {dtype}"
 
 
 def _identity(function, line) -> Hashable:

@@ -277,6 +277,12 @@ def _operand(x) -> Mask:
     return x
 
 
+def parts(mask) -> list[Mask]:
+    """A mask and all the masks that it is made of."""
+    inner = [v for v in vars(mask).values() if isinstance(v, Mask)]
+    return [mask, *(p for m in inner for p in parts(m))]
+
+
 def _terms(mask):
     children = [v for v in vars(mask).values() if isinstance(v, Mask)]
     return [t for c in children for t in _terms(c)] if children else [mask]

@@ -76,6 +76,8 @@ class Problem:
     sequences: int | None = None
     stride: int = 1
     partial: bool = False  # a piece of a longer sequence, with an origin
+    mask_kinds: tuple[str, ...] = ()  # classes of the masks it is made of
+    operations: tuple[str, ...] = ()  # of predicates and modifier, see `Callable.operations`
 
 
 def accumulator(dtype) -> jnp.dtype:

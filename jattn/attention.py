@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn import _check, _dispatch
+from jattn._mask import parts
+from jattn._mask_rules import Predicate
 from jattn._platform import only_on
 from jattn._problem import Context, Differentiable, Options, Problem, accumulator
 from jattn._tile import Shape
@@ -167,8 +169,21 @@ def assemble(
         mask=None if mask is None else repr(mask), bias=None if arrays.bias is None else arrays.bias.shape,
         score_mod=None if mod is None else repr(mod), soft_cap=options.soft_cap, sinks=sinks is not None,
         dropout=threshold > 0, deterministic=options.deterministic, sequences=shape.sequences,
+        mask_kinds=() if mask is None else tuple(sorted({type(m).__name__ for m in parts(mask)})),
+        operations=_operations(mask, mod, accumulator(query.dtype)),
     )
     return Call(arrays, context, options, problem, batch)
+
+
+def _operations(mask, mod, dtype) -> tuple[str, ...]:
+    """What predicates and modifier compute on scores of this dtype."""
+    place = [jnp.int32] * 4
+    predicates = [] if mask is None else [m for m in parts(mask) if isinstance(m, Predicate)]
+    found = [p.function.operations([*place, *(a.dtype for a in p.aux)]) for p in predicates]
+    if mod is not None:
+        aux = [dtype if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype for a in mod.aux]
+        found.append(mod.function.operations([dtype, *place, *aux]))
+    return tuple(sorted(frozenset().union(*found)))
 
 
 def run(call: Call, *, implementation, config, return_residual):
@@ -191,8 +206,9 @@ def _in_auto_mode(attend, arrays, context):
     if not sharding.mesh.explicit_axes:
         return attend(arrays, context)
     batch, rows, heads, _ = sharding.spec
-    out = PartitionSpec(batch, rows, heads, None)
-    lse = PartitionSpec(batch, rows, heads)
+    # With the mesh in them, because arrays may be explicitly sharded where no mesh is set.
+    out = NamedSharding(sharding.mesh, PartitionSpec(batch, rows, heads, None))
+    lse = NamedSharding(sharding.mesh, PartitionSpec(batch, rows, heads))
     return jax.sharding.auto_axes(attend, axes=sharding.mesh.explicit_axes, out_sharding=(out, lse))(arrays, context)
 
 

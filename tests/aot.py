@@ -30,11 +30,16 @@ class Report:
         return self.spill_bytes == 0 and self.stack_bytes == 0 and not self.serialized
 
 
-def _sharding():
+def devices(count: int):
+    """Descriptions of so many H200 of one machine, to compile for."""
     from jax.experimental import topologies
 
-    topology = topologies.get_topology_desc(platform="cuda", target_config=_TARGET.read_text(), topology="1x1x1")
-    return jax.sharding.NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), jax.sharding.PartitionSpec())
+    description = _TARGET.read_text()
+    return topologies.get_topology_desc(platform="cuda", target_config=description, topology=f"1x1x{count}").devices
+
+
+def _sharding():
+    return jax.sharding.NamedSharding(jax.sharding.Mesh(devices(1), ("x",)), jax.sharding.PartitionSpec())
 
 
 @contextlib.contextmanager

@@ -47,12 +47,14 @@ def kernel(
     warpgroups: int,
     interpret: bool | Any = False,
     reduction_scratch_bytes: int = 0,
+    approximate: bool = True,
 ) -> Callable[..., Any]:
     """A launchable kernel: `body(*inputs, *outputs, **scratch)` traced once per warpgroup, under axis `"warpgroup"`.
 
     Args:
         scratch: SMEM and barriers by name. An entry with a method `bind` (see `ptx.NamedBarriers`) stands for hardware
             that Pallas does not allocate; interpret mode emulates it with the scratch its `emulation` asks for.
+        approximate: sin, cos and tanh may be the hardware's, which err by 2^-11 or grow wrong with the argument.
         interpret: False, True (CPU emulation with race detection), or `InterpretGPUParams`.
     """
     if interpret is True:
@@ -79,6 +81,6 @@ def kernel(
         interpret=interpret or None,
         # The kernels order their own shared memory accesses; the automatic barriers would be added to those.
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=reduction_scratch_bytes
+            approx_math=approximate, unsafe_no_auto_barriers=True, reduction_scratch_bytes=reduction_scratch_bytes
         ),
     )

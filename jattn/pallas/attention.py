@@ -5,13 +5,14 @@ small arrays that steer them (which key blocks a query tile visits, which thread
 """
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jattn._tile import Grid
-from jattn.pallas import configs, lowering, partition, schedule
+from jattn.pallas import configs, lowering, partition, primitives, schedule
 from jattn.pallas.hopper.attention_forward import Inputs, Plan, launch
 
 PLATFORM = "cuda"
@@ -49,7 +50,7 @@ def _part(arrays, context, options, unrounded, interpret, multiprocessors):
         query_length=T if context.query_lengths is None and not packed else None, config=options.config,
         out_dtype=jnp.float32 if unrounded else None,
         packed_tiles=_packed_tiles(T, context, options.config.rows) if packed else None, soft_cap=options.soft_cap,
-        mod=options.mod, aux_kinds=options.mod.kinds if options.mod else (), rule=spec.rule,
+        mod=_with_bools(options.mod, arrays.aux), aux_kinds=options.mod.kinds if options.mod else (), rule=spec.rule,
         row_bounds=spec.row_end is not None, biased=arrays.bias is not None,
         dropout_threshold=options.dropout_threshold,
     )
@@ -90,6 +91,19 @@ def _packed_rows(context, row):
     at = jnp.clip(sequence, 0, max(0, used.shape[0] - 1))
     start = starts[at]
     return start, jnp.where(known, start + (used[at] if used.shape[0] else 0), start)
+
+
+def _with_bools(mod, aux):
+    """The modifier as a function of what a kernel reads of its arrays: numbers."""
+    flags = [x.dtype == jnp.bool_ for x in aux]
+    if not any(flags):
+        return mod
+
+    def function(score, b, n, t, s, *values):
+        values = (x != 0 if flag else x for x, flag in zip(values, flags, strict=True))
+        return mod.function.function(score, b, n, t, s, *values)
+
+    return SimpleNamespace(function=SimpleNamespace(function=function))
 
 
 def _readable(x):
@@ -243,9 +257,16 @@ def why_not(problem) -> str | None:
     for letter, width in (("H", problem.H), ("D", problem.D)):
         if width % 8 or not 8 <= width <= 256:
             return f"head dims must be multiples of 8 up to 256, not {letter}={width}"
-    if problem.op != "attention":
-        return f"{problem.op} is not implemented"
-    return None
+    unknown = [kind for kind in problem.mask_kinds if kind not in lowering.KINDS]
+    if unknown:
+        return f"the kernel does not know masks of kind {unknown[0]}"
+    sizes = dict(B=problem.B, T=problem.T, S=problem.S, N=problem.N)
+    symbolic = [f"{letter}={size}" for letter, size in sizes.items() if not isinstance(size, int)]
+    if symbolic:
+        return f"needs static shapes, not {symbolic[0]}"
+    if problem.partial or problem.stride != 1:
+        return "pieces of a longer sequence are not implemented"
+    return primitives.why_not(problem.operations)
 
 
 def why_not_here() -> str | None:

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jattn.pallas import primitives
+
 
 @dataclasses.dataclass(frozen=True)
 class MaskSpec:
@@ -42,7 +44,9 @@ class Element:
 def on_elements(function, *args):
     """A function of scalars at every element of a tile, given arrays and scalars that broadcast to it."""
     shape = jnp.broadcast_shapes(*(jnp.shape(a) for a in args))
-    return jax.vmap(jax.vmap(function))(*(jnp.broadcast_to(a, shape) for a in args))
+    args = [jnp.broadcast_to(a, shape) for a in args]
+    on_tile = jax.make_jaxpr(jax.vmap(jax.vmap(function)))(*args)
+    return primitives.evaluate(on_tile.jaxpr, on_tile.consts, *args)[0]
 
 
 def lower_mask(mask) -> MaskSpec:
@@ -203,3 +207,4 @@ _RULES = {
     "Causal": _causal, "Window": _window, "Prefix": _prefix, "Lengths": _lengths, "Segments": _segments,
     "Blocks": _blocks, "Dense": _dense, "Predicate": _predicate, "Tree": _tree, "Or": _or, "And": _and, "Not": _not,
 }  # fmt: skip
+KINDS = frozenset(_RULES)

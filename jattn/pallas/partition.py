@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 # Each axis of an array has a letter: "b" batch, "n" query heads, "k" key heads, "v0", "v1", … those of vmap; None for
 # an axis that is never cut.
@@ -116,7 +116,12 @@ def _partition(function, operands, results, mesh, arrays):
     def sharding(axes):
         return NamedSharding(mesh, PartitionSpec(*(cuts.get(axis) for axis in axes)))
 
-    return mesh, function, tuple(map(sharding, results)), tuple(map(sharding, operands))
+    def local(*arrays):
+        # This is traced when the mesh that the user has set may be in force, of which one device's part knows nothing.
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return function(*arrays)
+
+    return mesh, local, tuple(map(sharding, results)), tuple(map(sharding, operands))
 
 
 def _choose(operands, arrays, mesh) -> dict:

@@ -647,5 +647,6 @@ def launch(plan: Plan, inputs: Inputs, *, interpret=False):
         grid={"block": inputs.table.shape[1]},
         warpgroups=consumers + 1,
         interpret=interpret,
+        approximate=plan.mod is None and plan.rule is None,
     )(*operands)
     return out, jnp.swapaxes(lse[:, :, : plan.T], 1, 2)
