@@ -142,10 +142,10 @@ RUNS = [
 
 
 def _spread():
-    """Every feature on a zigzag ring and on two of the others, which all get their turn."""
+    """Every feature on a zigzag ring and on one of the others, which all get their turn."""
     others = itertools.cycle([run for run in RUNS if run != ("ring", "zigzag", 4)])
     for name in FEATURES:
-        yield from ((name, *run) for run in (RUNS[0], next(others), next(others)))
+        yield from ((name, *run) for run in (RUNS[0], next(others)))
 
 
 @pytest.mark.parametrize("name, strategy, kind, devices", list(_spread()))
@@ -154,10 +154,11 @@ def test_every_feature(name, strategy, kind, devices):
     check(FEATURES[name], strategy, kind, devices, ring=2 if strategy == "hybrid" else None)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype, devices", [("bfloat16", 1), ("bfloat16", 2), ("bfloat16", 4), ("bfloat16", 8), ("float32", 8)]
+)
 def test_the_error_does_not_grow_with_the_devices(devices, dtype):
-    """16 and more devices would need only what these show: one rule, one constant."""
+    """One rule, one constant, however many partial results are merged."""
     check(_case(is_causal=True, heavy=True, T=128, S=128, dtype=dtype), "ring", "contiguous", devices)
 
 
