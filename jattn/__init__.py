@@ -16,6 +16,7 @@ from jattn.sequence import SequenceLayout as SequenceLayout
 from jattn.sequence import allgather_attention as allgather_attention
 from jattn.sequence import hybrid_attention as hybrid_attention
 from jattn.sequence import ring_attention as ring_attention
+from jattn.sequence import sequence_attention as sequence_attention
 from jattn.sequence import ulysses_attention as ulysses_attention
 
 __all__ = [
@@ -34,5 +35,6 @@ __all__ = [
     "ragged_attention",
     "ring_attention",
     "rope",
+    "sequence_attention",
     "ulysses_attention",
 ]

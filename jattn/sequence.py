@@ -10,23 +10,25 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jattn import _check, _dispatch, mods
 from jattn._layout import SequenceLayout as SequenceLayout
 from jattn._layout import path
 from jattn._mask import And, Or
-from jattn._mask_rules import Blocks, Causal, Window
-from jattn._problem import Context, Differentiable, Options, Problem, accumulator
+from jattn._mask_rules import Causal, Window
+from jattn._mesh import find, over
+from jattn._problem import Context, Differentiable, Options, Problem
 from jattn._ring import Plan, attend, map_mask
 from jattn._tile import Shape
+from jattn._ulysses import Exchange, all_to_all
 from jattn._varying import vary, varying_axes
 
 __all__ = [
-    "SequenceLayout", "allgather_attention", "hybrid_attention", "ring_attention", "ulysses_attention",
+    "SequenceLayout", "StrategyChoice", "allgather_attention", "choose_strategy", "hybrid_attention", "ring_attention",
+    "sequence_attention", "ulysses_attention",
 ]
 
 
@@ -127,6 +129,98 @@ def hybrid_attention(query, key, value, bias=None, mask=None, *, axes, layout=No
     return _call("hybrid", tuple(axes), layout, mesh, query, key, value, bias, mask, **options)
 
 
+def sequence_attention(
+    query, key, value, bias=None, mask=None, *, axis=None, layout=None, mesh=None, strategy="auto",
+    return_residual=False, **options,
+):
+    """`attention` of a sequence spread over a mesh axis, by the strategy named, or by the one that fits.
+
+    Args:
+        strategy: "ring", "allgather", "ulysses", or "auto": what `choose_strategy` says, and why.
+        The others, returns, raises: those of `ring_attention`; ValueError for an unknown strategy.
+
+    Example:
+        >>> out = jattn.sequence_attention(q, k, v, is_causal=True, axis="sp", layout=layout)
+    """
+    if strategy not in ("auto", *_SINGLE):
+        raise ValueError(f"strategy={strategy!r} is unknown; choose from 'auto', {', '.join(map(repr, _SINGLE))}")
+    call = _describe("ring", _names(axis), layout, mesh, query, key, value, bias, mask, **options)
+    static, *rest = call
+    strategy = _choose(*call).strategy if strategy == "auto" else strategy
+    static = dataclasses.replace(static, strategy=strategy, axes=_axes(strategy, static.names))
+    return _run(static, *rest, return_residual)
+
+
+_SINGLE = ("ring", "allgather", "ulysses")  # strategies over one axis
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategyChoice:
+    """The strategy of a call, and for each one why it was or was not taken."""
+
+    strategy: str
+    reasons: dict[str, str]
+
+    def __repr__(self):
+        lines = [f"runs as {self.strategy}: {self.reasons[self.strategy]}"]
+        return "\n".join(lines + [f"  not {n}: {why}" for n, why in self.reasons.items() if n != self.strategy])
+
+
+def choose_strategy(query, key, value, bias=None, mask=None, *, axis=None, layout=None, mesh=None, **options):
+    """What `sequence_attention(..., strategy="auto")` runs as, and why. Nothing runs.
+
+    A ring, unless tokens can be exchanged for heads without replicating or gathering anything and a device sends less
+    that way. The rule counts bytes; docs/sequence.md has what it leaves out.
+
+    Args, raises: those of `ring_attention`.
+
+    Returns:
+        A `StrategyChoice` with `strategy`, `reasons` and a readable `repr`.
+
+    Example:
+        >>> print(jattn.sequence.choose_strategy(q, k, v, is_causal=True, axis="sp", mesh=mesh))
+    """
+    return _choose(*_describe("ring", _names(axis), layout, mesh, query, key, value, bias, mask, **options))
+
+
+def _choose(static, arrays, mesh) -> StrategyChoice:
+    (name,) = static.names
+    size = lax.axis_size(name) if mesh is None else mesh.shape[name]
+    layout = static.layout or SequenceLayout("contiguous", size)
+    T, S = (arrays[n].shape[-3] * (size if mesh is None else 1) for n in ("query", "key"))
+    N, K, H, D = *(arrays[n].shape[-2] for n in ("query", "key")), arrays["key"].shape[-1], arrays["value"].shape[-1]
+    steps = len(_way(layout, T, S, arrays["mask"], static.query_offset)) - 1
+    ring, exchanged = steps * S * K * (H + D), (size - 1) * (T * N + S * K) * (H + D) // size
+    reasons = {"allgather": f"it would hold all S={S} keys and values on each device"}
+    times = f"{exchanged / ring:.2g} times what a ring sends" if ring else "something, and a ring nothing"
+    if K % size:
+        reasons["ulysses"] = f"{size} devices do not divide K={K} key heads, which would be replicated"
+    elif (name := _with_rows(arrays)) is not None:
+        reasons["ulysses"] = f"the rows of {name} would have to be sent too"
+    elif exchanged >= ring:
+        reasons["ulysses"] = f"a device would send {times}"
+    else:
+        reasons["ulysses"] = f"a device sends {times}, and work is equal under every mask"
+        reasons["ring"] = f"a device would send more, in {steps} of {size - 1} steps"
+        return StrategyChoice("ulysses", reasons)
+    reasons["ring"] = f"keys and values go {steps} of {size - 1} steps, hidden behind the work on those before"
+    return StrategyChoice("ring", reasons)
+
+
+def _with_rows(arrays):
+    """The name of the first array with a row for each query, or None."""
+    found, mod = [("bias", arrays["bias"])], arrays["score_mod"]
+    if mod is not None:
+        found += [(mod.name, a) for a, kind in zip(mod.aux, mod.kinds, strict=True) if kind == "element"]
+
+    def seen(x):
+        found.append(("mask", x))
+        return x
+
+    map_mask(arrays["mask"], seen, lambda ids: ids, lambda ids: ids)
+    return next((n for n, a in found if a is not None and a.ndim >= 2 and a.shape[-2] != 1), None)
+
+
 def _names(axis):
     if axis is not None and not isinstance(axis, str):
         raise TypeError(f"axis={axis!r} must be the name of a mesh axis, not {type(axis).__name__}")
@@ -153,19 +247,18 @@ class _Static:
         return tuple(a for a in self.axes if a is not None)
 
 
-def _call(
+def _describe(
     strategy, names, layout, mesh, query, key, value, bias, mask, *, scale=None, is_causal=False, query_offset=0,
     query_seq_lengths=None, key_value_seq_lengths=None, local_window_size=None, segment_ids=None, logits_soft_cap=None,
-    score_mod=None, sinks=None, dropout_rate=0.0, dropout_key=None, return_residual=False, deterministic=False,
-    implementation=None, config=None,
+    score_mod=None, sinks=None, dropout_rate=0.0, dropout_key=None, deterministic=False, implementation=None,
+    config=None,
 ):
-    _check.flag(return_residual, "return_residual")
+    """`(static, arrays, mesh)` of a call; the mesh is None inside a `shard_map`."""
     query, key, value = _check.operands(query, key, value, "[*B, T, N, H]")
-    names, mesh = _find(
+    names, mesh = find(
         2 if strategy == "hybrid" else 1, names, mesh, dict(query=query, key=key, value=value),
         dict(bias=bias, mask=mask if hasattr(mask, "ndim") else None, sinks=sinks),
     )
-    axes = {"hybrid": names, "ulysses": (None, *names)}.get(strategy, (*names, None))
     batch, T, S, H = query.shape[:-3], query.shape[-3], key.shape[-3], query.shape[-1]
     parts = 1 if mesh is not None else math.prod(map(lax.axis_size, names))
     key_lengths = _check.lengths(key_value_seq_lengths, "key_value_seq_lengths", batch, parts * S)
@@ -181,7 +274,7 @@ def _call(
     threshold, words = _check.dropout(dropout_rate, dropout_key)
     offset = query_offset if hasattr(query_offset, "shape") or isinstance(query_offset, list | tuple) else None
     static = _Static(
-        strategy, axes, _layout(layout), static_scale, query_offset if offset is None else None,
+        strategy, _axes(strategy, names), _layout(layout), static_scale, query_offset if offset is None else None,
         _check.soft_cap(logits_soft_cap), threshold, _check.flag(deterministic, "deterministic"), implementation,
         config,
     )
@@ -191,6 +284,19 @@ def _call(
         dropout_key=words, query_offset=None if offset is None else _check.array(offset, "query_offset"),
         query_lengths=query_lengths, key_lengths=key_lengths,
     )
+    return static, arrays, mesh
+
+
+def _axes(strategy, names):
+    return {"hybrid": names, "ulysses": (None, *names)}.get(strategy, (*names, None))
+
+
+def _call(strategy, names, *args, return_residual=False, **options):
+    return _run(*_describe(strategy, names, *args, **options), return_residual)
+
+
+def _run(static, arrays, mesh, return_residual):
+    _check.flag(return_residual, "return_residual")
     out, lse = _on_device(static, arrays) if mesh is None else _on_mesh(static, mesh, arrays)
     return (out, lse) if return_residual else out
 
@@ -210,15 +316,15 @@ class _ShardShape(Shape):
 
     def scores(self, x, name):
         T, S = self.local
-        over = _over(self.names)
+        where = over(self.names)
         if x.ndim >= 1 and x.shape[-1] not in (1, self.num_keys) and x.shape[-1] == S:
             raise ValueError(
                 f"{name} has shape {x.shape} on a device: its columns are cut to S={S} of {self.num_keys}; shard its "
-                f"rows T alone{over}, and leave all {self.num_keys} columns in natural order"
+                f"rows T alone{where}, and leave all {self.num_keys} columns in natural order"
             )
         if x.ndim >= 2 and x.shape[-2] not in (1, T) and x.shape[-2] == self.num_queries:
             raise ValueError(
-                f"{name} has shape {x.shape} on a device: all T={self.num_queries} rows; shard its rows{over}, {T} a "
+                f"{name} has shape {x.shape} on a device: all T={self.num_queries} rows; shard its rows{where}, {T} a "
                 "device, in the layout of the queries"
             )
         return Shape(self.batch, self.heads, T, self.num_keys).scores(x, name)
@@ -237,7 +343,7 @@ def _on_device(static, x):
     if sinks is not None and sinks.shape != (N,):
         raise ValueError(
             f"sinks have shape {sinks.shape} on a device; expected one a query head, ({N},): do not shard them"
-            f"{_over(static.names)}"
+            f"{over(static.names)}"
         )
     arrays = Differentiable(
         query, key, value, scale=x["scale"], bias=_check.bias(x["bias"], shape), aux=_bind_aux(mod, shape),
@@ -251,13 +357,13 @@ def _on_device(static, x):
     arrays, context = vary((arrays, context), varying_axes((arrays, context)) | set(static.names))
     if ulysses is not None:
         restore = layout.unshard if ring is None else lambda x, axis: x
-        arrays, context = _Exchange(ulysses, T, arrays.query.shape[2], restore).to_heads(arrays, context, mod)
+        arrays, context = Exchange(ulysses, T, arrays.query.shape[2], restore).to_heads(arrays, context, mod)
         layout = layout if ring is not None else SequenceLayout("contiguous", 1)
     plan = _plan(static, layout, arrays, context, mod, static_offset)
     out, lse = attend(plan, arrays, context)
     if ulysses is not None:
         order = SequenceLayout("contiguous", 1) if ring is not None else static.layout or layout
-        out, lse = (_all_to_all(order.shard(a, 1), ulysses, 1, 2) for a in (out, lse))
+        out, lse = (all_to_all(order.shard(a, 1), ulysses, 1, 2) for a in (out, lse))
     return tuple(a.reshape(*batch, *a.shape[1:]) for a in (out, lse))
 
 
@@ -282,10 +388,15 @@ def _plan(static, layout, arrays, context, mod, offset) -> Plan:
         stride=layout.stride, partial=True,
     )
     options = _dispatch.resolve(problem, options, static.implementation, static.config)
-    left, right = (None, None) if context.query_offset is not None else _band(context.mask)
-    left, right = None if left is None else left - offset, None if right is None else right + offset
-    way = path(layout, T * layout.size, S * layout.size, left, right)
+    known = offset if context.query_offset is None else None
+    way = _way(layout, T * layout.size, S * layout.size, context.mask, known)
     return Plan(layout, static.axes[0] if layout.size > 1 else None, way, gather, options)
+
+
+def _way(layout, T, S, mask, offset):
+    """The way of the keys; an offset that is no int is not known yet."""
+    left, right = _band(mask) if isinstance(offset, int) else (None, None)
+    return path(layout, T, S, None if left is None else left - offset, None if right is None else right + offset)
 
 
 def _band(mask):
@@ -340,88 +451,6 @@ def _layout_of(static, size, T, S) -> SequenceLayout:
     return layout
 
 
-# Tokens for heads.
-
-
-def _all_to_all(x, name, split, concat):
-    return lax.all_to_all(x, name, split_axis=split, concat_axis=concat, tiled=True)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _replicated(name, count, x):
-    """Keys `[B, T, K, H]`, each head `count` times, exchanged; in the accumulator's dtype, so that gradients are."""
-    return _all_to_all(jnp.repeat(x, count, 2), name, 2, 1).astype(accumulator(x.dtype))
-
-
-def _replicated_backward(name, count, like, g):
-    g = _all_to_all(g, name, 1, 2)
-    return (jnp.sum(g.reshape(*g.shape[:2], -1, count, g.shape[3]), 3).astype(like.dtype),)
-
-
-_replicated.defvjp(
-    lambda name, count, x: (_replicated(name, count, x), jnp.zeros((), x.dtype)), _replicated_backward
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Exchange:
-    """From a device's tokens of all heads to all tokens of its heads; `restore(x, axis)` puts these in order."""
-
-    name: str
-    T: int
-    N: int
-    restore: Any
-
-    def to_heads(self, arrays, context, mod):
-        size, K = lax.axis_size(self.name), arrays.key.shape[2]
-        if self.N % size:
-            raise ValueError(
-                f"query heads N={self.N} must be a multiple of {size}, the size of mesh axis {self.name!r}, to be "
-                "exchanged for tokens"
-            )
-        query = _all_to_all(arrays.query, self.name, 2, 1)
-        count = math.lcm(K, size) // K
-        if count == 1:
-            key, value = (_all_to_all(x, self.name, 2, 1) for x in (arrays.key, arrays.value))
-        else:
-            key, value = (_replicated(self.name, count, x) for x in (arrays.key, arrays.value))
-        query, key, value = (self.restore(x, 1) for x in (query, key, value))
-        kinds = () if mod is None else mod.kinds
-        aux = (self.array(a) if k == "element" else self.heads(a, 0) for a, k in zip(arrays.aux, kinds, strict=True))
-        arrays = dataclasses.replace(
-            arrays, query=query, key=key, value=value, bias=None if arrays.bias is None else self.array(arrays.bias),
-            sinks=None if arrays.sinks is None else self.heads(arrays.sinks, 0), aux=tuple(aux),
-        )
-        first_head = lax.axis_index(self.name) * (self.N // size)
-        origin = jnp.zeros(4, jnp.int32).at[1].set(first_head)
-        origin = vary(origin, varying_axes(arrays))
-        return arrays, dataclasses.replace(context, mask=self.mask(context.mask), origin=origin)
-
-    def array(self, x):
-        """`[B or 1, N or 1, own rows or 1, S or 1]`: rows for heads, where it has both."""
-        if x.shape[2] != self.T:
-            return self.heads(x, 1)
-        if x.shape[1] == 1:
-            return self.gather(x, 2)
-        return self.restore(_all_to_all(x, self.name, 1, 2), 2)
-
-    def heads(self, x, axis):
-        """The own heads of an array that has all."""
-        if x.shape[axis] == 1:
-            return x
-        mine = self.N // lax.axis_size(self.name)
-        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.name) * mine, mine, axis)
-
-    def gather(self, x, axis):
-        return self.restore(lax.all_gather(x, self.name, axis=axis, tiled=True), axis)
-
-    def mask(self, mask):
-        def rest(mask):
-            return Blocks(self.heads(mask.block_mask, 1), mask.block_size) if isinstance(mask, Blocks) else mask
-
-        return map_mask(mask, self.array, lambda ids: self.gather(ids, 2), lambda ids: self.gather(ids, 3), rest)
-
-
 # Whole arrays, outside of any `shard_map`.
 
 
@@ -468,56 +497,3 @@ def _specs(x, names, tokens):
         aux = tuple(rows(a) if k == "element" else P() for a, k in zip(mod.aux, mod.kinds, strict=True))
         specs["score_mod"] = dataclasses.replace(mod, aux=aux)
     return specs
-
-
-def _find(count, names, mesh, operands, others):
-    """`(names, mesh)` of the axes that the sequence is sharded over; the mesh is None inside a `shard_map` over them.
-
-    `operands` and `others` are arrays by name: those with tokens at axis -3, and what the caller gave besides.
-    """
-    context = jax.sharding.get_abstract_mesh()
-    if names and set(names) <= set(context.manual_axes):
-        return names, None
-    found = {name: _sharding(x) for name, x in (operands | others).items()}
-    mesh = next((m for m in (mesh, *(m for m, _ in found.values()), context) if m is not None and not m.empty), None)
-    if mesh is None:
-        raise ValueError("no mesh: call inside a shard_map or under jax.set_mesh, or give mesh=")
-    specs = {name: spec for name, (_, spec) in found.items() if spec is not None}
-    along = {name: _tuple(specs[name][-3]) for name in operands if name in specs}
-    names = names or along.get("query", ())
-    if len(names) != count:
-        cure = "use hybrid_attention, or name one" if names else "name the axis of the mesh"
-        raise ValueError(f"axis=None, and query is {'' if names else 'not '}sharded along T{_over(names)}: {cure}")
-    for name in names:
-        if name not in mesh.axis_names:
-            raise ValueError(f"axis={name!r} is not an axis of the mesh, {tuple(mesh.axis_names)}")
-    for name, spec in specs.items():
-        place = -3 if name in operands else -2
-        wrong = [i for i, by in enumerate(spec) if i != len(spec) + place and set(_tuple(by)) & set(names)]
-        if wrong or (name == "sinks" and any(set(_tuple(by)) & set(names) for by in spec)):
-            rule = "do not shard it" if name == "sinks" else f"shard its {'tokens' if place == -3 else 'rows T'} alone"
-            raise ValueError(f"{name} is sharded as {P(*spec)}; {rule}{_over(names)}")
-    if len(set(along.values())) > 1:
-        told = ", ".join(f"{name}{_over(by) or ' over no axis'}" for name, by in along.items())
-        raise ValueError(f"query, key and value must be sharded alike along their tokens, not {told}")
-    return names, mesh
-
-
-def _over(names):
-    return f" over {' and '.join(map(repr, names))}" if names else ""
-
-
-def _sharding(x):
-    """`(mesh, spec)` of an array, None where unknown; the spec has an entry for each axis."""
-    if x is None or not hasattr(x, "ndim"):
-        return None, None
-    mesh = jax.typeof(x).sharding.mesh if isinstance(x, jax.Array) else None
-    known = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and isinstance(x.sharding, NamedSharding)
-    if not known and (mesh is None or not mesh.explicit_axes):
-        return mesh, None
-    sharding = x.sharding if known else jax.typeof(x).sharding
-    return sharding.mesh, (*sharding.spec, *[None] * (x.ndim - len(sharding.spec)))
-
-
-def _tuple(by):
-    return by if isinstance(by, tuple) else () if by is None else (by,)

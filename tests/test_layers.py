@@ -22,7 +22,7 @@ LAYERS = (
     ("jattn.reference", "jattn.pallas"),
     ("jattn._mask", "jattn._mask_rules", "jattn.masks", "jattn.mods", "jattn.partials"),
     ("jattn._check", "jattn._dispatch"),
-    ("op", "jattn._ring"),
+    ("op", "jattn._ring", "jattn._ulysses"),
     ("jattn._flax", "jattn.nnx", "jattn.linen"),
     ("jattn", "jattn.__main__"),
 )

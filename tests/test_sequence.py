@@ -527,3 +527,23 @@ def test_eager_calls_compile_once():
     attend(q, k, v)
     with jax.no_tracing():
         attend(q, k, v)
+
+
+def test_auto_takes_what_sends_less_and_says_why():
+    mesh = mesh_of(sp=4)
+    few, many = cases.qkv(1, 64, 64, N=8, K=2), cases.qkv(1, 64, 64, N=8, K=4)
+    choose = functools.partial(sequence.choose_strategy, axis="sp", mesh=mesh)
+    assert choose(*many, is_causal=True).strategy == "ulysses"
+    assert "not ring: a device would send more, in 3 of 3 steps" in repr(choose(*many))
+    for (q, k, v), options, why in [
+        (few, {}, "4 devices do not divide K=2 key heads"),
+        (many, dict(local_window_size=(15, 0)), "a device would send 2.2 times what a ring sends"),
+        (many, dict(mask=np.ones((64, 64), bool)), "the rows of mask would have to be sent too"),
+        (many, dict(score_mod=mods.score_mod(lambda x, b, n, t, s, a: x + a, np.ones((64, 1)))), "rows of score_mod"),
+    ]:
+        choice = choose(q, k, v, **options)
+        assert choice.strategy == "ring" and why in repr(choice)
+        out = jattn.sequence_attention(q, k, v, axis="sp", mesh=mesh, **options)
+        np.testing.assert_allclose(out, jattn.attention(q, k, v, **options), atol=1e-6)
+    with pytest.raises(ValueError, match="strategy='best' is unknown; choose from 'auto', 'ring'"):
+        jattn.sequence_attention(*few, axis="sp", mesh=mesh, strategy="best")
