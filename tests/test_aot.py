@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from aot import compile_for_h200, parse
 
-from jattn import mods
+from jattn import masks, mods, ragged
 from jattn.attention import prepare
 from jattn.pallas import attention as mosaic
 
@@ -23,18 +23,23 @@ FEATURES = {
     "dropout": dict(dropout_rate=0.1, dropout_key=jax.random.key(0)),
     "sinks": dict(sinks=jnp.zeros(2)),
     "traced scale": dict(scale=jnp.float32(0.3)),
+    "prefix": dict(mask=masks.prefix(jnp.array([5, 7], jnp.int32))),
+    "block mask": dict(mask=masks.blocks(jnp.ones((3, 3), bool), 128)),
 }
 
 
 def report(H, D, sizes=(300, 333), dtype="bfloat16", **kwargs):
     """ptxas' report of the forward kernel for the config that dispatch chooses."""
     q, k, v = cases.qkv(B=2, T=sizes[0], S=sizes[1], N=2, K=1, H=H, D=D, dtype=dtype)
-    call = prepare(q, k, v, **kwargs)
+    return report_call(prepare(q, k, v, **kwargs))
+
+
+def report_call(call, **how):
     options = dataclasses.replace(call.options, config=mosaic.choose(call.problem, None))
     leaves, structure = jax.tree.flatten((call.arrays, call.context))
 
     def forward(*leaves):
-        return mosaic.forward(*jax.tree.unflatten(structure, leaves), options)
+        return mosaic.forward(*jax.tree.unflatten(structure, leaves), options, **how)
 
     found = compile_for_h200(forward, *leaves)
     assert found.clean, f"{options.config}: {found}"
@@ -70,3 +75,17 @@ def test_long_sequences(width, length, causal):
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_features(width, feature):
     report(width, width, **FEATURES[feature])
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_packed_sequences(width):
+    q, k, v = (x[0] for x in cases.qkv(B=1, T=310, S=310, N=2, K=1, H=width, dtype="bfloat16"))
+    report_call(ragged.prepare(q, k, v, jnp.array([0, 100, 300], jnp.int32), is_causal=True))
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_results_before_rounding(width):
+    q, k, v = cases.qkv(B=1, T=310, S=310, N=2, K=1, H=width, dtype="bfloat16")
+    report_call(prepare(q, k, v, is_causal=True), unrounded=True)

@@ -12,7 +12,7 @@ def test_every_tile_is_worked_on_once(pairs, tiles, blocks, causal):
     costs = tuple(float(t + 1 if causal else tiles) for t in range(tiles))
     section = schedule.section_size(pairs, 1, 1 << 20, 4 << 20)
     table = schedule.table(pairs, costs, section, blocks)
-    items, counts = table[:-1], table[-1]
+    items, counts = table[:-2], table[-2]
     assert sorted(items[items >= 0]) == list(range(pairs * tiles))
     assert (counts >= 1).all() and counts.sum() == pairs * tiles
     for block in range(blocks):
@@ -23,14 +23,32 @@ def test_causal_work_is_balanced():
     """FA3's shapes: dealing tiles in order leaves the busiest block 26% over the mean."""
     costs = tuple(float(t + 1) for t in range(32))
     table = schedule.table(64, costs, schedule.section_size(64, 1, 2 << 20, 16 << 20), 132)
-    items = table[:-1]
+    items = table[:-2]
     time = np.where(items >= 0, np.asarray(costs)[items % 32] + schedule.TILE_OVERHEAD, 0).sum(0)
     assert time.max() < 1.02 * time.mean()
 
 
 def test_huge_grids_are_dealt_without_simulation():
     table = schedule.table(8, tuple(float(t + 1) for t in range(8193)), 1, 132)
-    assert np.array_equal(np.sort(table[:-1][table[:-1] >= 0]), np.arange(8 * 8193))
+    assert np.array_equal(np.sort(table[:-2][table[:-2] >= 0]), np.arange(8 * 8193))
+
+
+@pytest.mark.parametrize(
+    "groups, copies, tiles, section, blocks",
+    [(1, 1, 1, 1, 1), (2, 3, 5, 3, 7), (1, 8, 40, 2, 132), (4, 16, 32, 8, 132)],
+)
+def test_tiles_of_run_time_cost_are_dealt_once_and_evenly(groups, copies, tiles, section, blocks):
+    costs = np.random.default_rng(0).integers(0, 9, (groups, tiles)).astype(np.int32)
+    costs[0, 0] = 9
+    table = np.asarray(schedule.deal(costs, copies, section, blocks))
+    items, counts = table[:-2], table[-2]
+    lists = [items[: counts[b], b] for b in range(blocks)]
+    each = np.repeat(costs, copies, axis=0).reshape(-1)
+    existing, worked = np.flatnonzero(each), np.concatenate(lists)
+    assert set(existing) <= set(worked) and len(worked) == max(len(existing), blocks)
+    assert all((np.diff(x // tiles // section) >= 0).all() for x in lists)
+    time = np.array([each[x].sum() for x in lists])
+    assert time.max() <= time.mean() + 9
 
 
 @pytest.mark.parametrize("group", [1, 4])

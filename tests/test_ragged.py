@@ -5,6 +5,7 @@
 import compare
 import jax
 import jax.numpy as jnp
+import mosaic
 import numpy as np
 import oracle
 import pytest
@@ -12,6 +13,17 @@ from cases import qkv
 
 import jattn
 from jattn import masks, mods, ragged_attention
+
+DEFAULT_DTYPE = "float32"
+
+
+@pytest.fixture(params=["xla", "mosaic emulated", pytest.param("mosaic", marks=pytest.mark.gpu)])
+def implementation(request, monkeypatch):
+    """Runs the tests that `check` on each; kernels have 16-bit operands."""
+    if request.param != "xla":
+        monkeypatch.setattr("test_ragged.DEFAULT_DTYPE", "bfloat16")
+    yield from mosaic.emulated(monkeypatch) if request.param == "mosaic emulated" else [None]
+
 
 SCALED = oracle.ScoreMod(
     lambda score, b, n, t, s, a: score * a + 0.01 * (t - s) + 0.2 * b - 0.1 * n * s,
@@ -36,7 +48,7 @@ def check(
     q_len=None,
     k_len=None,
     *,
-    dtype="float32",
+    dtype=None,
     rule=None,
     dropout=None,
     aux=None,
@@ -50,7 +62,7 @@ def check(
     rule(b, n, row, t, s) is the mask of a sequence; bias [N, Tq, Tk] or broadcastable; aux likewise for `scaled`;
     offset is what the oracle takes, one number a sequence or for all.
     """
-    same = cu_k is None
+    dtype, same = dtype or DEFAULT_DTYPE, cu_k is None
     cu_q = np.asarray(cu_q, np.int32)
     cu_k = cu_q if same else np.asarray(cu_k, np.int32)
     q, k, v = draw(cu_q, cu_k, dtype=dtype, tail=(5, 5) if same else (5, 3))
@@ -167,12 +179,14 @@ def _scatter(total, part, rows, columns, N, Tq, Tk):
 
 
 @pytest.mark.quick
+@pytest.mark.usefixtures("implementation")
 def test_packed_sequences_are_causal_each_on_its_own():
     """Lengths 0, 7, 0, 0, 129, 0, as zero-length sequences come in practice."""
     check([0, 0, 7, 7, 7, 136, 136], is_causal=True, rule=lambda b, n, row, t, s: s <= t)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.usefixtures("implementation")
 def test_queries_and_keys_of_different_lengths(dtype):
     """Sequences without keys, without queries, longer on either side; the query sits at the end."""
     cu_q, cu_k = [0, 20, 20, 57, 60], [0, 33, 40, 40, 105]
@@ -187,6 +201,7 @@ def test_queries_and_keys_of_different_lengths(dtype):
     )
 
 
+@pytest.mark.usefixtures("implementation")
 def test_used_lengths_leave_holes():
     check(
         [0, 20, 40, 70],
@@ -201,6 +216,7 @@ def test_used_lengths_leave_holes():
     )
 
 
+@pytest.mark.usefixtures("implementation")
 def test_end_counts_used_lengths():
     check(
         [0, 20, 40],
@@ -214,6 +230,7 @@ def test_end_counts_used_lengths():
     )
 
 
+@pytest.mark.usefixtures("implementation")
 def test_offsets_per_sequence():
     check(
         [0, 20, 40],
@@ -226,11 +243,13 @@ def test_offsets_per_sequence():
 
 
 @pytest.mark.parametrize("shape", [(4, 65, 98), (1, 65, 98), (65, 98), (4, 1, 98), (98,), (4, 65, 1), (4, 1, 1)])
+@pytest.mark.usefixtures("implementation")
 def test_bias_is_indexed_by_packed_row_and_column(shape):
     rng = np.random.default_rng(2)
     check([0, 25, 60], [0, 30, 95], bias=rng.standard_normal(shape).astype(np.float32), sinks=np.ones(4, np.float32))
 
 
+@pytest.mark.usefixtures("implementation")
 def test_modifiers_count_inside_the_sequence_and_index_their_arrays_by_packed_row_and_column():
     rng = np.random.default_rng(3)
     check(
@@ -243,10 +262,12 @@ def test_modifiers_count_inside_the_sequence_and_index_their_arrays_by_packed_ro
     )
 
 
+@pytest.mark.usefixtures("implementation")
 def test_dropout_counts_inside_the_sequence():
     check([0, 25, 60], [0, 30, 95], dropout=0.4, query_offset=6, offset=6)
 
 
+@pytest.mark.usefixtures("implementation")
 def test_sinks_fill_empty_rows():
     rng = np.random.default_rng(4)
     check(
@@ -261,6 +282,7 @@ def test_sinks_fill_empty_rows():
 
 
 @pytest.mark.parametrize("name", ["prefix", "lengths", "predicate", "window"])
+@pytest.mark.usefixtures("implementation")
 def test_masks_count_inside_the_sequence(name):
     numbers = np.array([4, 17], np.int32)
     mask, rule = {
@@ -275,6 +297,7 @@ def test_masks_count_inside_the_sequence(name):
     check([0, 25, 60], [0, 30, 95], mask=mask, rule=rule)
 
 
+@pytest.mark.usefixtures("implementation")
 def test_dense_masks_and_segments_are_indexed_by_packed_row_and_column():
     rng = np.random.default_rng(5)
     cu_q, cu_k = [0, 25, 60], [0, 30, 95]

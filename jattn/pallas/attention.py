@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jattn._tile import Grid
@@ -127,13 +128,14 @@ def _steering(plan, context, spec, multiprocessors) -> dict:
     if plan.packed:
         sequences = _packed_sequences(plan, context, spec)
         packed, costs = _packed_schedule(plan, sequences)
-        costs = jnp.broadcast_to(costs, (pairs, plan.tiles))
-        return dict(table=schedule.deal(costs, section, blocks), sequences=sequences, packed=packed)
+        return dict(table=schedule.deal(costs[None], pairs, section, blocks), sequences=sequences, packed=packed)
     found = dict(sequences=_sequences(plan, context, spec))
     if plan.listed:
         found["lists"] = lists = _block_lists(plan, context)
-        costs = jnp.broadcast_to(lists[..., 1], (plan.B, plan.N, plan.tiles)).reshape(pairs, plan.tiles)
-        found["table"] = schedule.deal(costs, section, blocks)
+        costs = lists[..., 1].reshape(-1, plan.tiles)
+        if 1 == lists.shape[0] < plan.B and lists.shape[1] == plan.N > 1:
+            costs = jnp.tile(costs, (plan.B, 1))
+        found["table"] = schedule.deal(costs, pairs // costs.shape[0], section, blocks)
     else:
         found["table"] = jnp.asarray(schedule.table(pairs, _static_costs(plan), section, blocks))
     if plan.row_bounds:
@@ -178,7 +180,15 @@ def _block_lists(plan, context):
 
 def _offsets(cu, rows: int):
     """cu_seqlens, whatever they hold, as offsets that ascend inside the array."""
-    return jnp.clip(lax.cummax(cu), 0, rows)
+    return jnp.clip(_running(jnp.max, cu), 0, rows)
+
+
+def _running(reduce, x):
+    """`reduce` of all entries up to each one of `x [n]`, not negative: one launch where a scan takes several."""
+    if x.shape[0] > 1024:
+        return lax.cummax(x) if reduce is jnp.max else jnp.cumsum(x, dtype=x.dtype)
+    number = np.arange(x.shape[0])
+    return reduce(jnp.where(number[:, None] >= number, x, 0), axis=1).astype(x.dtype)
 
 
 def _packed_tiles(rows: int, context, tile_rows: int) -> int:
@@ -213,9 +223,10 @@ def _packed_schedule(plan, sequences):
     """`Inputs.packed`, and the key blocks of each tile: 0 when there is no such tile."""
     offset, key_length, query_length, rows = (sequences[:, i] for i in (0, 1, 2, 5))
     tiles = -(-rows // plan.config.rows)
-    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    ends = _running(jnp.sum, tiles)
     number = jnp.arange(plan.tiles, dtype=jnp.int32)
-    sequence = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
+    how = "compare_all" if ends.shape[0] <= 1024 else "scan"
+    sequence = jnp.searchsorted(ends, number, side="right", method=how).astype(jnp.int32)
     sequence = jnp.minimum(sequence, sequences.shape[0] - 1)
     row = (number - (ends - tiles)[sequence]) * plan.config.rows
     exists = number < ends[-1]

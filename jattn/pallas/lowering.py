@@ -4,6 +4,7 @@ A bound mask is lowered by the names of its parts, so that kernels depend on wha
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +16,17 @@ from jattn.pallas import primitives
 
 @dataclasses.dataclass(frozen=True)
 class MaskSpec:
-    """A query at position p sees the keys `[p - left, p + right]` below `key_length` where `rule` holds.
+    """A query at position p sees keys `[p - left, p + right]` below `key_length` and `row_end(p)` where `rule` holds.
 
-    `left`, `right`: int or None for unbounded. `key_length`: int, int32 `[B or 1, 1, 1, 1]`, or None for all.
+    `left`, `right`: int or None for unbounded. `key_length`: int32 `[B or 1, 1, 1, 1]`, or None for all.
+    `row_end`: positions `[B or 1, T]` -> int32 `[B or 1, T]`, or None.
     `rule(element) -> bool` on an `Element`, or None; it reads `arrays[i]` through `element.load(i)`.
     """
 
     left: int | None = None
     right: int | None = None
     key_length: Any = None
+    row_end: Callable | None = None
     rule: Callable | None = None
     arrays: tuple = ()
 
@@ -49,27 +52,33 @@ def on_elements(function, *args):
     return primitives.evaluate(on_tile.jaxpr, on_tile.consts, *args)[0]
 
 
-def lower_mask(mask) -> MaskSpec:
+def lower_mask(mask, *, packed: bool = False) -> MaskSpec:
     """The spec of a bound mask, or of None.
 
     Raises:
         NotImplementedError: a kind of mask that kernels do not know.
     """
     arrays: list = []
-    left = right = key_length = None
-    rules = []
+    left = right = None
+    prefixes, rules = [], []
     for term in _conjunction(mask):
         kind = type(term).__name__
         if kind == "Causal":
             right = _least(right, 0)
         elif kind == "Window":
             left, right = _least(left, term.left), _least(right, term.right)
-        elif kind == "Lengths":
-            key_length = _least(key_length, term.length)
-        else:
+        elif kind == "Prefix" and not packed:
+            prefixes.append(term.length.reshape(-1, 1))
+        elif kind != "Lengths":  # those are the key limit
             rules.append(_rule(term, arrays))
     rule = (lambda element: _all(r(element) for r in rules)) if rules else None
-    return MaskSpec(left, right, key_length, rule, tuple(arrays))
+    limit = None if mask is None else mask.key_limit()
+    return MaskSpec(left, right, limit, _end_of_rows(prefixes), rule, tuple(arrays))
+
+
+def _end_of_rows(prefixes: list):
+    """Every query sees all before its own position, and the keys of the shortest of the prefixes."""
+    return (lambda position: jnp.maximum(position + 1, functools.reduce(jnp.minimum, prefixes))) if prefixes else None
 
 
 def _conjunction(mask) -> list:
@@ -81,9 +90,7 @@ def _conjunction(mask) -> list:
 
 
 def _least(x, y):
-    if x is None or y is None:
-        return y if x is None else x
-    return min(x, y) if isinstance(x, int) and isinstance(y, int) else jnp.minimum(x, y)
+    return y if x is None else x if y is None else min(x, y)
 
 
 def _all(terms):

@@ -2,12 +2,15 @@
 
 A kernel launches one block per multiprocessor, and each works through its own list of tiles. The lists are what a
 dynamic scheduler would have dealt: the tiles in a fixed order, each to the block that is free first, simulated at trace
-time. No counter, no atomics, and the same order on every run.
+time. No counter, no atomics, and the same order on every run. Where only the device knows how long a tile is, the
+longest are dealt first.
 """
 
 import functools
 import heapq
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 # Above this number of tiles per block the simulation gains less than it costs to trace.
@@ -37,7 +40,7 @@ def tile_order(pairs: int, costs: np.ndarray, section: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=256)
 def table(pairs: int, costs: tuple[float, ...], section: int, blocks: int) -> np.ndarray:
-    """int32 `[rounds + 1, blocks]`: the items of each block in order, and in the last row how many it has (at least 1).
+    """int32 `[rounds + 2, blocks]`: the items of each block in order, how many it has (at least 1), and a row of zeros.
 
     Args:
         pairs: number of (batch, head) pairs.
@@ -54,7 +57,32 @@ def table(pairs: int, costs: tuple[float, ...], section: int, blocks: int) -> np
         dealt = dealt.reshape(rounds, blocks)
     else:
         dealt = _simulate(order, costs_array[order % len(costs)] + TILE_OVERHEAD, blocks)
-    return np.concatenate([dealt, (dealt >= 0).sum(0, keepdims=True).astype(np.int32)])
+    counts = (dealt >= 0).sum(0, keepdims=True).astype(np.int32)
+    return np.concatenate([dealt, counts, np.zeros_like(counts)])
+
+
+def deal(costs: jax.Array, copies: int, section: int, blocks: int) -> jax.Array:
+    """The same table for costs that are known at run time only: the longest tiles first, dealt to and fro. (To simulate
+    a scheduler would take as many sequential steps as there are tiles.)
+
+    Args:
+        costs: int32 `[groups, tiles]`; tiles of cost 0 do not exist, but a block without any other works on one.
+        copies: pairs that follow each other and have the same costs; pair p is in group p // copies.
+        section: pairs worked on together: each block does its tiles section by section.
+        blocks: as in `table`.
+    """
+    tiles, count = costs.shape[1], costs.size * copies
+    longest_first = jnp.argsort(-costs.reshape(-1), stable=True).astype(jnp.int32)
+    rounds = -(-count // blocks)
+    dealt = np.arange(rounds * blocks, dtype=np.int32).reshape(rounds, blocks)
+    dealt[1::2] = dealt[1::2, ::-1]
+    entry = longest_first[np.minimum(dealt, count - 1) // copies]
+    pair = entry // tiles * copies + np.minimum(dealt, count - 1) % copies
+    exists = dealt < jnp.sum(costs > 0) * copies
+    by_section = jnp.argsort(jnp.where(exists, pair // section, count), axis=0, stable=True)
+    items = jnp.take_along_axis(pair * tiles + entry % tiles, by_section, 0)
+    counts = jnp.maximum(jnp.sum(exists, axis=0, keepdims=True, dtype=jnp.int32), 1)
+    return jnp.concatenate([items, counts, jnp.zeros_like(counts)])
 
 
 def _simulate(order: np.ndarray, costs: np.ndarray, blocks: int) -> np.ndarray:

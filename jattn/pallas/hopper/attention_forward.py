@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jattn._tile import maximum, minimum
 from jattn.pallas import configs
 from jattn.pallas._compat import kernel, pl, plgpu
 from jattn.pallas.hopper import dropout, ptx, scores, softmax
@@ -44,7 +45,8 @@ _TURN_BARRIERS, _RING_BARRIERS = 5, 8  # first ids of the named barriers
 class Plan:
     """What is compiled in. A length or offset that is None is read from `Inputs.sequences` at run time.
 
-    `left` and `right` bound the keys of a query at position p to `[p − left, p + right]`; None is unbounded.
+    `left` and `right` bound the keys of a query at position p to `[p − left, p + right]`; None is unbounded. Packed
+    sequences have B = 1, and T and S are the rows of the arrays.
     """
 
     B: int
@@ -62,10 +64,13 @@ class Plan:
     key_length: int | None
     query_length: int | None
     config: configs.TileConfig
+    out_dtype: Any = None  # None: dtype; or float32
+    packed_tiles: int | None = None  # query tiles that all packed sequences have at most; None: not packed
     soft_cap: float | None = None
     mod: Any = None
     aux_kinds: tuple[str, ...] = ()
     rule: Any = None  # of the mask, see `lowering.MaskSpec`
+    row_bounds: bool = False  # keys of a query below `Inputs.row_end` only
     biased: bool = False
     dropout_threshold: int = 0
 
@@ -74,7 +79,7 @@ class Plan:
         """Whether scores change on their way to the softmax; else the exponential's own factor scales them."""
         # max(s) · scale is the maximum of the scaled scores only for a positive scale.
         scaled = self.scale is None or not self.scale > 0
-        return scaled or self.biased or self.mod is not None or self.soft_cap is not None or self.rule is not None
+        return scaled or self.biased or self.mod is not None or self.soft_cap is not None
 
     @property
     def factor(self) -> float:
@@ -87,9 +92,18 @@ class Plan:
         return self.biased or self.mod is not None
 
     @property
+    def packed(self) -> bool:
+        return self.packed_tiles is not None
+
+    @property
+    def listed(self) -> bool:
+        """Whether `Inputs.lists` names the key blocks that a query tile visits; else they are a range."""
+        return (self.rule is not None or self.row_bounds) and not self.packed
+
+    @property
     def tiles(self) -> int:
-        """Query tiles of one sequence."""
-        return -(-self.T // self.config.rows)
+        """Query tiles of one (batch, head) pair."""
+        return self.packed_tiles if self.packed else -(-self.T // self.config.rows)
 
     @property
     def key_blocks(self) -> int:
@@ -98,28 +112,26 @@ class Plan:
     @property
     def masked(self) -> bool:
         """Whether any score may need masking."""
-        bounded = self.left is not None or self.right is not None or self.rule is not None
+        bounded = self.left is not None or self.right is not None or self.rule is not None or self.row_bounds
         return bounded or self.key_length != self.S or self.S % self.config.block_k != 0
 
     @property
     def one_masked_block(self) -> bool:
         """Whether, coming from the last block, only the first one visited can be cut by a rule or an upper bound."""
-        if self.rule is not None:
+        if self.rule is not None or self.row_bounds:
             return False
         if self.right is None:
             return True
         aligned = self.offset is not None and (self.offset + self.right) % self.config.block_k == 0
         return aligned and self.config.block_k % self.config.rows == 0
 
-    def block_range(self, tile: int) -> tuple[int, int]:
-        """The key blocks `[begin, end)` of a query tile, with run-time lengths at their most and offsets at 0."""
-        offset, length = self.offset or 0, self.S if self.key_length is None else self.key_length
-        first = tile * self.config.rows + offset
-        last = min((tile + 1) * self.config.rows, self.T) + offset - 1
-        high = length if self.right is None else min(length, last + self.right + 1)
-        end = max(1, min(-(-high // self.config.block_k), self.key_blocks))
-        low = 0 if self.left is None else max(0, first - self.left)
-        return min(low // self.config.block_k, end - 1), end
+    def block_range(self, row, offset, key_length, query_length):
+        """The key blocks `[begin, end)` of the query tile that begins with `row`, for ints and for arrays."""
+        last = minimum(row + self.config.rows, query_length) + offset - 1
+        high = key_length if self.right is None else minimum(key_length, last + self.right + 1)
+        end = maximum(1, minimum(-(-high // self.config.block_k), self.key_blocks))
+        low = 0 if self.left is None else maximum(0, row + offset - self.left)
+        return minimum(low // self.config.block_k, end - 1), end
 
 
 @jax.tree_util.register_dataclass
@@ -131,8 +143,13 @@ class Inputs:
     k: Any  # [B, S, K, H]
     v: Any  # [B, S, K, D]
     table: Any  # int32 [rounds + 2, blocks]: items of each thread block, how many there are, and a zero
-    sequences: Any  # int32 [B, 3]: query offset, key length, query length
-    ranges: Any = None  # int32 [B or 1, N or 1, tiles, 4]: see `_visible_ranges`
+    sequences: Any  # int32 [B, 3]: query offset, key length, query length; packed [M + 2, 6]: and first row of the
+    # query array, first row of the key array, rows in all
+    packed: Any = None  # int32 [tiles, 2]: sequence of a tile, its first query counted in the sequence
+    lists: Any = None  # int32 [B or 1, N or 1, tiles, 2 + key blocks]: how many blocks a rule or row bound cuts, how
+    # many are visited, and which: those cut come first
+    row_end: Any = None  # int32 [B or 1, rows of all tiles]
+    origin: Any = None  # int32 [2]: batch index and head that 0 stands for in rules, modifiers and dropout
     scale: Any = None  # float32 [1]
     bias: Any = None  # [B or 1, N or 1, T or 1, S or 1]
     aux: tuple = ()  # like bias, or [B or 1, N or 1, T + S - 1] by diagonal
@@ -146,22 +163,27 @@ class Inputs:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """One query tile: where it is and which key blocks it visits (at least one), as traced scalars."""
+    """One query tile: where it is and how many key blocks it visits (at least one), as traced scalars."""
 
-    batch: Any
+    batch: Any  # of the arrays
+    sequence: Any  # batch, or the packed sequence
     head: Any
-    row: Any  # its first query row
-    position: Any  # of that row on the key axis
+    number: Any  # of the tile within its (batch, head) pair
+    row: Any  # its first query, counted in its sequence
+    position: Any  # of that query on the key axis
     key_length: Any
     query_length: Any
-    begin: Any
-    end: Any
-    whole_begin: Any = None  # blocks that every row sees whole, when `Inputs.ranges` says so
-    whole_end: Any = None
+    blocks: Any  # how many key blocks it visits
+    begin: Any = None  # which: [begin, end), from the last one on,
+    end: Any = None
+    cut: Any = None  # or those listed, of which a rule or row bound cuts so many of the first
+    rows_start: Any = 0  # the sequence's first row in the query array
+    keys_start: Any = 0  # and in the key array
+    rows: Any = None  # of the sequence in the query array; None: those past its last may be written
 
     @property
-    def blocks(self):
-        return self.end - self.begin
+    def array_row(self):
+        return self.row + self.rows_start
 
 
 def _item(x, r):
@@ -171,17 +193,32 @@ def _item(x, r):
 
 def _tile(x, item) -> Tile:
     """Decodes a table entry. Loops carry entries, not tiles: fewer registers, and `row` keeps its known alignment."""
-    p, block_k = x.plan, x.plan.config.block_k
-    pair, tile = lax.div(item, _i32(p.tiles)), lax.rem(item, _i32(p.tiles))
+    p = x.plan
+    pair, number = lax.div(item, _i32(p.tiles)), lax.rem(item, _i32(p.tiles))
     batch, head = lax.div(pair, _i32(p.N)), lax.rem(pair, _i32(p.N))
-    offset = _i32(p.offset) if p.offset is not None else x.sequences[batch, 0]
-    key_length = _i32(p.key_length) if p.key_length is not None else x.sequences[batch, 1]
-    query_length = _i32(p.query_length) if p.query_length is not None else x.sequences[batch, 2]
-    row = tile * p.config.rows
-    position = row + offset
-    if x.ranges is not None:
-        here = [jnp.minimum(i, n - 1) for i, n in zip((batch, head), x.ranges.shape[:2], strict=True)]
-        return Tile(batch, head, row, position, key_length, query_length, *(x.ranges[*here, tile, i] for i in range(4)))
+    sequence, row, place = batch, number * p.config.rows, {}
+    if p.packed:
+        sequence, row = x.packed[number, 0], x.packed[number, 1]
+        place = {name: x.sequences[sequence, 3 + i] for i, name in enumerate(("rows_start", "keys_start", "rows"))}
+    offset = _i32(p.offset) if p.offset is not None else x.sequences[sequence, 0]
+    key_length = _i32(p.key_length) if p.key_length is not None else x.sequences[sequence, 1]
+    query_length = _i32(p.query_length) if p.query_length is not None else x.sequences[sequence, 2]
+    if p.listed:
+        visits = dict(zip(("cut", "blocks"), (_list_entry(x, batch, head, number, i) for i in range(2)), strict=True))
+    else:
+        begin, end = _range(x, row, offset, key_length, query_length)
+        visits = dict(begin=begin, end=end, blocks=end - begin)
+    return Tile(batch, sequence, head, number, row, row + offset, key_length, query_length, **visits, **place)
+
+
+def _list_entry(x, batch, head, number, i):
+    batch, head = (jnp.minimum(i, n - 1) for i, n in zip((batch, head), x.lists.shape[:2], strict=True))
+    return x.lists[batch, head, number, i]
+
+
+def _range(x, row, offset, key_length, query_length):
+    """The key blocks `[begin, end)` of the tile that begins with query `row`."""
+    p, block_k = x.plan, x.plan.config.block_k
     # The table's zero keeps the trip count out of the compiler's sight: it would unroll short loops and spill.
     end, begin = jnp.minimum(_ceil_div(key_length, block_k), p.key_blocks) + x.zero, _i32(0)
     if p.right is not None:
@@ -189,8 +226,15 @@ def _tile(x, item) -> Tile:
         end = jnp.minimum(end, _ceil_div(last + p.right + 1, block_k))
     end = jnp.maximum(end, 1)
     if p.left is not None:
-        begin = jnp.minimum(lax.div(jnp.maximum(position - p.left, 0), _i32(block_k)), end - 1)
-    return Tile(batch, head, row, position, key_length, query_length, begin, end)
+        begin = jnp.minimum(lax.div(jnp.maximum(row + offset - p.left, 0), _i32(block_k)), end - 1)
+    return begin, end
+
+
+def _block(x, tile, i):
+    """The i-th key block that a tile visits."""
+    if x.plan.listed:
+        return _list_entry(x, tile.batch, tile.head, tile.number, 2 + i)
+    return tile.end - 1 - i
 
 
 def _i32(x):
@@ -215,7 +259,7 @@ def _kernel(
     inputs: Inputs,
     # outputs (HBM)
     out,  # [B, T, N, D]
-    lse,  # float32 [B, N, T rounded up to tiles]
+    lse,  # float32 [B, N, T], T rounded up to whole tiles if not packed
     *,
     # shared memory, in slabs of 64 columns (`ptx.slabs`)
     q_smem,  # [1 or 2 buffers, warpgroups, slabs of H, 64, 64]
@@ -261,30 +305,33 @@ def _produce(x):
     first = _item(x, _i32(0))
 
     def one_tile(r, carry):
-        position, item, previous_item = carry
+        position, item, previous_item, previous_block = carry
         tile, following = _tile(x, item), _item(x, r + 1)
+        block = _block(x, tile, _i32(0))
         if buffers == 2:  # free since the tile before last: this never waits long, and never holds up the keys
             _load_queries(x, tile, r)
-        _load_keys(x, tile, tile.end - 1, position)
+        _load_keys(x, tile, block, position)
 
         @pl.when(r > 0)
         def _():
-            previous = _tile(x, previous_item)
-            _load_values(x, previous, previous.begin, position - 1)
+            _load_values(x, _tile(x, previous_item), previous_block, position - 1)
 
         if buffers == 1:  # free when the tile before is done, which needs the values above
             _load_queries(x, tile, r)
 
-        def one_block(i, _):
-            _load_keys(x, tile, tile.end - 1 - i, position + i)
-            _load_values(x, tile, tile.end - i, position + i - 1)
+        def one_block(i, carry):
+            block, previous_block = carry
+            following_block = _block(x, tile, jnp.minimum(i + 1, tile.blocks - 1))  # read a step before its need
+            _load_keys(x, tile, block, position + i)
+            _load_values(x, tile, previous_block, position + i - 1)
+            return following_block, block
 
-        lax.fori_loop(1, tile.blocks, one_block, None)
-        return position + tile.blocks, following, item
+        second = _block(x, tile, jnp.minimum(1, tile.blocks - 1))
+        _, last = lax.fori_loop(1, tile.blocks, one_block, (second, block))
+        return position + tile.blocks, following, item, last
 
-    position, _, last = lax.fori_loop(0, x.items, one_tile, (_i32(0), first, first))
-    last = _tile(x, last)
-    _load_values(x, last, last.begin, position - 1)
+    position, _, item, block = lax.fori_loop(0, x.items, one_tile, (_i32(0), first, first, _i32(0)))
+    _load_values(x, _tile(x, item), block, position - 1)
     _drain(x, position)
 
 
@@ -295,7 +342,7 @@ def _load_queries(x, tile, r):
     for w in range(consumers):
         slot = buffer * consumers + w
         pl.when(r >= buffers)(lambda slot=slot: plgpu.barrier_wait(x.q_free.at[slot]))
-        rows = x.q.at[tile.batch, pl.ds(tile.row + w * ptx.TILE_ROWS, ptx.TILE_ROWS), tile.head]
+        rows = x.q.at[tile.batch, pl.ds(tile.array_row + w * ptx.TILE_ROWS, ptx.TILE_ROWS), tile.head]
         _copy_in(x, rows, x.q_smem.at[buffer, w], x.q_ready.at[slot])
 
 
@@ -314,7 +361,8 @@ def _slab(x, rows, i):
 
 def _key_rows(x, array, tile, block):
     block_k = x.plan.config.block_k
-    return array.at[tile.batch, pl.ds(block * block_k, block_k), lax.div(tile.head, _i32(x.plan.N // x.plan.K))]
+    rows = pl.ds(tile.keys_start + block * block_k, block_k)
+    return array.at[tile.batch, rows, lax.div(tile.head, _i32(x.plan.N // x.plan.K))]
 
 
 def _load_keys(x, tile, block, position):
@@ -459,16 +507,18 @@ def _overlapped_tile(x, r, position, item, s):
 def _blocks(x, tile, position, buffer, s):
     """All but the last product with v: `(accumulator, m, total, weights)` after the softmax of the tile's last block.
 
-    Blocks are visited from the end: those that upper bounds or the rule cut, those that all rows see whole, the rest.
+    A range is visited from its end: blocks that upper bounds cut, those that all rows see whole, those that lower
+    bounds cut. Listed blocks come in two parts: those that anything cuts, the others.
     """
     plan, config = x.plan, x.plan.config
     bounds = _row_bounds(x, tile)
     m, total, accumulator = softmax.init_state(plan.D, None if x.sinks is None else x.sinks[tile.head] * _LOG2E)
-    p, m, total, _ = _weigh(x, tile, tile.end - 1, s, m, total, bounds, plan.masked)
+    p, m, total, _ = _weigh(x, tile, _block(x, tile, _i32(0)), s, m, total, bounds, plan.masked)
 
     def step(i, carry, masked):
         accumulator, m, total, weights = carry
         k_slot, v_slot = _ring(x, position + i), _ring(x, position + i - 1)
+        block = _block(x, tile, i)
         plgpu.barrier_wait(x.k_ready.at[k_slot])
         q_matrix, k_matrix, v_matrix = x.q_matrix.at(buffer), x.k_matrix.at(k_slot), x.v_matrix.at(v_slot)
         _take_turn(x)
@@ -477,7 +527,7 @@ def _blocks(x, tile, position, buffer, s):
         accumulator = ptx.wgmma_rs(accumulator, weights, v_matrix)
         _pass_turn(x)
         (s,) = ptx.wgmma_wait_group(1, s)
-        p, m, total, alpha = _weigh(x, tile, tile.end - 1 - i, s, m, total, bounds, masked, k_slot)
+        p, m, total, alpha = _weigh(x, tile, block, s, m, total, bounds, masked, k_slot)
         # Without the barrier the compiler moves the wait before the exponentials, and nothing overlaps.
         p, m, total, alpha = lax.optimization_barrier((p, m, total, alpha))
         (accumulator,) = ptx.wgmma_wait_group(0, accumulator)
@@ -489,7 +539,7 @@ def _blocks(x, tile, position, buffer, s):
     if not plan.one_masked_block:
         carry = lax.fori_loop(1, whole_from, lambda i, c: step(i, c, True), carry)
     carry = lax.fori_loop(whole_from, whole_to, lambda i, c: step(i, c, False), carry)
-    if plan.left is not None or plan.rule is not None:
+    if plan.left is not None and not plan.listed:
         carry = lax.fori_loop(whole_to, tile.blocks, lambda i, c: step(i, c, True), carry)
     return carry
 
@@ -501,7 +551,12 @@ def _weigh(x, tile, block, s, m, total, bounds, masked, k_slot=None):
     if k_slot is not None and not late:
         x.k_free.bar_arrive(k_slot)
     if plan.modified:
-        s = _modified(x, tile, s, start, masked)
+        s = scores.modify(
+            s, _place(x, tile, start), scale=x.scale[0] if plan.scale is None else plan.scale, bias=x.bias,
+            mod=plan.mod, aux=tuple(zip(x.aux, plan.aux_kinds, strict=True)), soft_cap=plan.soft_cap,
+        )
+    if masked and plan.rule is not None:
+        s = scores.hide(s, _place(x, tile, start), plan.rule, x.mask_arrays)
     if masked:
         s = softmax.mask_columns(s, *(None if bound is None else bound - start for bound in bounds))
     p, m, total, alpha, *signal = softmax.online_softmax(
@@ -512,26 +567,26 @@ def _weigh(x, tile, block, s, m, total, bounds, masked, k_slot=None):
     return _dropped(x, tile, p, start), m, total, alpha
 
 
-def _modified(x, tile, s, start, masked):
-    """The score tile after scale, bias, modifier, soft cap and the mask's rule."""
-    plan = x.plan
-    place = scores.Place(
-        batch=tile.batch, head=tile.head, row=_first_row(x, tile), offset=tile.position - tile.row, column=start,
-        diagonal_origin=plan.T - 1,
+def _place(x, tile, start):
+    row = _first_row(x, tile)
+    return scores.Place(
+        batch=tile.sequence, head=tile.head, row=row, column=start, offset=tile.position - tile.row,
+        array_row=row + tile.rows_start, array_column=start + tile.keys_start, diagonal_origin=x.plan.T - 1,
+        origin=_origin(x),
     )
-    return scores.modify(
-        s, place, scale=x.scale[0] if plan.scale is None else plan.scale, bias=x.bias, mod=plan.mod,
-        aux=tuple(zip(x.aux, plan.aux_kinds, strict=True)), soft_cap=plan.soft_cap, rule=plan.rule if masked else None,
-        mask_arrays=x.mask_arrays,
-    )
+
+
+def _origin(x):
+    return (0, 0) if x.origin is None else (x.origin[0], x.origin[1])
 
 
 def _dropped(x, tile, p, start):
     plan = x.plan
     if plan.dropout_threshold == 0:
         return p
+    batch, head = _origin(x)
     return dropout.drop(
-        p, (x.dropout_key[0], x.dropout_key[1]), tile.batch, tile.head,
+        p, (x.dropout_key[0], x.dropout_key[1]), tile.sequence + batch, tile.head + head,
         _first_row(x, tile) + tile.position - tile.row, start, plan.dropout_threshold,
         aligned=plan.offset is not None and plan.offset % 16 == 0,
     )
@@ -545,20 +600,23 @@ def _first_row(x, tile):
 def _row_bounds(x, tile):
     """Keys `[low, high)` that the warpgroup's rows can see, int32 `[64]` each or one number; None: no bound."""
     plan = x.plan
-    if plan.left is None and plan.right is None:
-        return None, tile.key_length if plan.masked else None
-    row = plgpu.broadcasted_iota(jnp.int32, (ptx.TILE_ROWS,), 0, layout=ptx.ROW)
-    position = tile.position + x.warpgroup * ptx.TILE_ROWS + row
-    low = None if plan.left is None else position - plan.left
-    return low, tile.key_length if plan.right is None else jnp.minimum(position + (plan.right + 1), tile.key_length)
+    low, high = None, tile.key_length if plan.masked else None
+    if plan.left is not None or plan.right is not None:
+        position = tile.position + x.warpgroup * ptx.TILE_ROWS + ptx.row_numbers()
+        low = None if plan.left is None else position - plan.left
+        high = high if plan.right is None else jnp.minimum(position + (plan.right + 1), high)
+    if plan.row_bounds:
+        high = jnp.minimum(ptx.ld_global_rows(x.row_end, tile.batch, _first_row(x, tile)), high)
+    return low, high
 
 
 def _whole_steps(x, tile):
     """The steps `[from, to)` at which every row of the warpgroup sees the whole block; step 0 is never among them."""
     plan, block_k, blocks = x.plan, x.plan.config.block_k, tile.blocks
-    if tile.whole_end is not None:
-        first = jnp.clip(tile.end - tile.whole_end, 1, blocks)
-        return first, jnp.clip(tile.end - tile.whole_begin, first, blocks)
+    if plan.listed:
+        return jnp.clip(tile.cut, 1, blocks), blocks
+    if plan.rule is not None:
+        return blocks, blocks
     position = tile.position + x.warpgroup * ptx.TILE_ROWS
     if plan.one_masked_block:
         first = _i32(1)
@@ -575,32 +633,65 @@ def _whole_steps(x, tile):
 
 
 def _write(x, tile, accumulator, m, total):
+    out, lse = _results(x, tile, accumulator, m, total)
+    if x.plan.out_dtype is not None:
+        _store(x, tile, out, lse)
+    elif tile.rows is None:
+        _copy_out(x, tile, out, lse)
+    else:  # a copy writes 64 rows, and those past the sequence's last are another's
+        whole = tile.rows - _first_row(x, tile) >= ptx.TILE_ROWS
+        pl.when(whole)(lambda: _copy_out(x, tile, out, lse))
+        pl.when(~whole)(lambda: _store(x, tile, out, lse))
+    if x.out_smem is None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(x.q_free.at[x.warpgroup])
+
+
+def _results(x, tile, accumulator, m, total):
+    """The warpgroup's rows of out and lse, 0 and −inf where a row sees nothing or does not exist."""
     plan = x.plan
     total = total.sum(axis=1)
     seen = total > 0
     if plan.query_length is None:
-        row = _first_row(x, tile) + plgpu.broadcasted_iota(jnp.int32, (ptx.TILE_ROWS,), 0, layout=ptx.ROW)
+        row = _first_row(x, tile) + ptx.row_numbers()
         seen = seen & (row < tile.query_length)
     kept = 1 - plan.dropout_threshold / 65536
     inverse = jnp.where(seen, (1 / kept) / total, 0.0)
     lse = jnp.where(seen, m * (1 / _LOG2E) + jnp.log(total), -jnp.inf)
     inverse = lax.broadcast_in_dim(inverse, accumulator.shape, [0])
+    out = accumulator * inverse
     # Queries past the sequence's end may be NaN, which a factor of 0 would not silence.
-    clean = plan.query_length is None
-    accumulator = jnp.where(inverse != 0, accumulator * inverse, 0.0) if clean else accumulator * inverse
+    out = jnp.where(inverse != 0, out, 0.0) if plan.query_length is None else out
+    return out.astype(plan.out_dtype or plan.dtype), lse
+
+
+def _copy_out(x, tile, out, lse):
+    """Through shared memory: TMA writes nothing past the last row of `out`; `lse` has rows for all tiles."""
     out_smem = x.q_smem.at[0, x.warpgroup] if x.out_smem is None else x.out_smem.at[x.warpgroup]
     lse_smem = x.lse_smem.at[x.warpgroup]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left the staging memory
-    ptx.stmatrix(accumulator.astype(plan.dtype), out_smem)
-    lse_smem[...] = lse
+    ptx.stmatrix(out, out_smem)
+    if tile.rows is None:
+        lse_smem[...] = lse
     plgpu.commit_smem()
-    rows = pl.ds(_first_row(x, tile), ptx.TILE_ROWS)
-    for i in range(ptx.slabs(plan.D)):
+    rows = pl.ds(_array_row(x, tile), ptx.TILE_ROWS)
+    for i in range(ptx.slabs(x.plan.D)):
         plgpu.copy_smem_to_gmem(out_smem.at[i], _slab(x, x.out.at[tile.batch, rows, tile.head], i))
-    plgpu.copy_smem_to_gmem(lse_smem, x.lse.at[tile.batch, tile.head, rows])
-    if x.out_smem is None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(x.q_free.at[x.warpgroup])
+    if tile.rows is None:
+        plgpu.copy_smem_to_gmem(lse_smem, x.lse.at[tile.batch, tile.head, rows])
+    else:  # a copy of one row of numbers starts at multiples of 16 bytes only
+        ptx.st_global_rows(x.lse, (tile.batch, tile.head, _array_row(x, tile)), lse, _i32(ptx.TILE_ROWS))
+
+
+def _store(x, tile, out, lse):
+    """From registers, the rows that exist."""
+    rows = (x.plan.T if tile.rows is None else tile.rows) - _first_row(x, tile)
+    ptx.st_global(x.out, (tile.batch, _array_row(x, tile), tile.head), out, rows)
+    ptx.st_global_rows(x.lse, (tile.batch, tile.head, _array_row(x, tile)), lse, rows)
+
+
+def _array_row(x, tile):
+    return _first_row(x, tile) + tile.rows_start
 
 
 # --- host -------------------------------------------------------------------------------------------------------------
@@ -640,8 +731,8 @@ def launch(plan: Plan, inputs: Inputs, *, interpret=False):
         body,
         name="jattn_attention_forward",
         out_type=(
-            jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.D), plan.dtype),
-            jax.ShapeDtypeStruct((plan.B, plan.N, plan.tiles * config.rows), jnp.float32),
+            jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.D), plan.out_dtype or plan.dtype),
+            jax.ShapeDtypeStruct((plan.B, plan.N, plan.T if plan.packed else plan.tiles * config.rows), jnp.float32),
         ),
         scratch=scratch,
         grid={"block": inputs.table.shape[1]},

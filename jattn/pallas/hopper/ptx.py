@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jattn.pallas._compat import arith, fragmented_array, interpreting, ir, llvm, nvvm, plgpu, utils, vector
+from jattn.pallas._compat import arith, fragmented_array, interpreting, ir, llvm, nvvm, pl, plgpu, utils, vector
 
 WGMMA = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -389,6 +389,98 @@ def ld_global_at(ref, batch, head, rows: jax.Array, columns: jax.Array) -> jax.A
     return load(ref, jnp.asarray(batch, jnp.int32), jnp.asarray(head, jnp.int32), rows, columns)
 
 
+def ld_global_rows(ref, batch, row) -> jax.Array:
+    """Entries `[row, row + 64)` of the int32 array `[B or 1, n]`, one a row of a tile; they lie inside the array."""
+    batch = jnp.minimum(batch, ref.shape[0] - 1)
+    if interpreting():
+        return ref[batch, pl.ds(row, TILE_ROWS)]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, ROW), return_type=row_type(jnp.int32))
+    def load(_, ref, batch, row, numbers):
+        start = arith.muli(_wide(batch.registers[()]), _int64(ir.MemRefType(ref.type).shape[1]))
+        start = arith.addi(start, _wide(row.registers[()]))
+        base = utils.memref_ptr(ref)
+        values = [_load(base, _i32(), arith.addi(start, _wide(i))) for i in scalars(numbers)]
+        return rows_from_scalars(values, numbers, signed=True)
+
+    return load(ref, jnp.asarray(batch, jnp.int32), jnp.asarray(row, jnp.int32), row_numbers())
+
+
+def st_global(ref, start, value: jax.Array, rows) -> None:
+    """Stores the first `rows` rows of `value [64, n]` to `ref [B, T, N, n]`, row r at `(batch, row + r, head)`.
+
+    Args:
+        ref: in HBM, of the value's dtype (float32 or 16 bits).
+        start: (batch, row, head), int32 scalars.
+        rows: int32 scalar of any value.
+    """
+    if interpreting():
+        batch, row, head = start
+        _for_rows(rows, lambda r: ref.at[batch, row + r, head].__setitem__(..., value[r]))
+        return
+    wide = value.dtype == jnp.float32
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR, WGMMA))
+    def store(_, ref, batch, row, head, rows, value):
+        kind = ir.MemRefType(ref.type)
+        first_row, first_column = lane_position()
+        base, words = utils.memref_ptr(ref), scalars(value) if wide else _pairs(value)
+        for i in range(2):
+            index = arith.addi(first_row, _int(8 * i))
+            inside = arith.cmpi(arith.CmpIPredicate.slt, index, rows.registers[()])
+            at = _flat(kind, (batch.registers[()], arith.addi(row.registers[()], index), head.registers[()]))
+            pointer = _element_pointer(base, kind.element_type, arith.addi(at, _wide(first_column)))
+            for group in range(value.shape[1] // 8):
+                mine = words[4 * group + 2 * i :][:2] if wide else words[2 * group + i :][:1]
+                _store_if(inside, pointer, 8 * group * (4 if wide else 2), mine)
+
+    store(ref, *(jnp.asarray(x, jnp.int32) for x in (*start, rows)), value)
+
+
+def st_global_rows(ref, start, value: jax.Array, rows) -> None:
+    """Stores the first `rows` of `value [64]`, float32 in the ROW layout, to `ref [B, N, ·]` from `start` on, which is
+    (batch, head, row)."""
+    if interpreting():
+        batch, head, row = start
+        _for_rows(rows, lambda r: ref.at[batch, head, pl.ds(row + r, 1)].__setitem__(..., value[r][None]))
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR, ROW))
+    def store(_, ref, batch, head, row, rows, value):
+        kind = ir.MemRefType(ref.type)
+        first_row, first_column = lane_position()
+        mine = arith.cmpi(arith.CmpIPredicate.eq, first_column, _int(0))  # of four threads that hold the same rows
+        for i, x in enumerate(scalars(value)):
+            index = arith.addi(first_row, _int(8 * i))
+            inside = arith.andi(mine, arith.cmpi(arith.CmpIPredicate.slt, index, rows.registers[()]))
+            at = _flat(kind, (batch.registers[()], head.registers[()], arith.addi(row.registers[()], index)))
+            _store_if(inside, _element_pointer(utils.memref_ptr(ref), kind.element_type, at), 0, [x])
+
+    store(ref, *(jnp.asarray(x, jnp.int32) for x in (*start, rows)), value)
+
+
+def _for_rows(rows, function):
+    """`function(r)` for the rows r of a tile below `rows`, in interpret mode."""
+    lax.fori_loop(0, jnp.clip(rows, 0, TILE_ROWS), lambda r, _: function(r), None)
+
+
+def _flat(kind, indices):
+    """64-bit index of the first element at `indices` of an array of this MemRefType; the last axes may be left out."""
+    flat = _int64(0)
+    for size, i in zip(kind.shape, indices, strict=False):
+        flat = arith.addi(arith.muli(flat, _int64(size)), _wide(i))
+    return arith.muli(flat, _int64(int(np.prod(kind.shape[len(indices) :]))))
+
+
+def _store_if(condition, pointer, offset: int, words: list) -> None:
+    """One or two 32-bit words to `pointer + offset` bytes (`st.global`) where the condition holds."""
+    form, letter = ("v2.b32", "{$2, $3}") if len(words) == 2 else ("b32", "$2")
+    words = [x if x.type == _i32() else arith.bitcast(_i32(), x) for x in words]
+    text = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.global.{form} [$0 + {offset}], {letter}; }}"
+    operands = [pointer, arith.extui(_i32(), condition), *words]
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "l" + ",r" * (len(words) + 1), has_side_effects=True)
+
+
 def _plane(ref, batch, head):
     """Pointer to the part of `ref [B or 1, N or 1, ...]` that belongs to a batch row and head."""
     kind = ir.MemRefType(ref.type)
@@ -509,12 +601,17 @@ def from_scalars(values: list, signed: bool | None = None):
     return _array([vector.broadcast(ir.VectorType.get((1,), x.type), x) for x in values], signed)
 
 
-def rows_from_scalars(values: list, like):
-    """The float32 `[64]` array in the ROW layout whose two registers these are; `like` is any array of that layout."""
+def rows_from_scalars(values: list, like, signed: bool | None = None):
+    """The 32-bit `[64]` array in the ROW layout whose two registers these are; `like` is any array of that layout."""
     registers = np.empty(like.registers.shape, dtype=object)
     for i, ix in enumerate(np.ndindex(registers.shape)):
-        registers[ix] = vector.broadcast(_vector(), values[i])
-    return fragmented_array.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
+        registers[ix] = vector.broadcast(ir.VectorType.get((1,), values[i].type), values[i])
+    return fragmented_array.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=signed)
+
+
+def row_numbers() -> jax.Array:
+    """0 to 63, int32 in the ROW layout."""
+    return plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS,), 0, layout=ROW)
 
 
 def constant(value: float):
