@@ -12,22 +12,20 @@ from jattn._callables import operation
 
 _FLOAT, _INT, _UINT, _BOOL = ("float32",), ("int32",), ("uint32",), ("bool",)
 _NUMBER = _FLOAT + _INT
-_BITS = _INT + _UINT
 
 #: name -> dtypes of its last operand.
 LOWERED = {
-    **dict.fromkeys(("add", "sub", "mul", "div", "max", "min", "neg", "sign", "abs", "square", "clamp"), _NUMBER),
-    **dict.fromkeys(("integer_pow",), _NUMBER),
+    **dict.fromkeys(("add", "sub", "mul"), _NUMBER + _UINT),
+    **dict.fromkeys(("div", "max", "min", "neg", "sign", "abs", "square", "clamp"), _NUMBER),
     **dict.fromkeys(("exp", "exp2", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "logistic", "round"), _FLOAT),
-    **dict.fromkeys(("rem", "clz", "shift_left", "shift_right_arithmetic"), _INT),
-    **dict.fromkeys(("and", "or", "xor"), _INT + _BOOL),
-    **dict.fromkeys(("eq", "ne"), _NUMBER + _BOOL),
+    **dict.fromkeys(("rem", "clz", "shift_right_arithmetic"), _INT),
+    **dict.fromkeys(("shift_left", "shift_right_logical"), _INT + _UINT),
+    **dict.fromkeys(("and", "or", "xor"), _INT + _UINT + _BOOL),
+    **dict.fromkeys(("eq", "ne"), _NUMBER + _UINT + _BOOL),
     **dict.fromkeys(("lt", "le", "gt", "ge"), _NUMBER),
-    "shift_right_logical": _BITS,
-    "select_n": _NUMBER + _BOOL,
     "not": _INT,
     "bitcast_convert_type": _NUMBER,
-    "broadcast_in_dim": _NUMBER + _BOOL,
+    "broadcast_in_dim": _NUMBER,
     "convert_element_type": (
         "int32 float32", "float32 int32", "bool float32", "bool int32", "int32 uint32", "uint32 int32",
         "float32 bfloat16", "bfloat16 float32", "float32 float16", "float16 float32",
@@ -36,12 +34,28 @@ LOWERED = {
         "int8 float32", "int16 float32", "uint8 float32", "uint16 float32",
     ),
 }  # fmt: skip
-_CALLS = ("jit", "custom_jvp_call", "custom_vjp_call")  # computed where they are called
+_CALLS = ("jit", "custom_jvp_call", "custom_vjp_call")  # what they call is computed
+
+
+def _select(which, *cases):
+    if which.dtype == jnp.bool_:
+        return lax.select_n(which, *cases)
+    chosen = cases[0]
+    for i, case in enumerate(cases[1:], 1):
+        chosen = lax.select(which >= i, case, chosen)
+    return chosen
+
+
+def _power(x, y):
+    return lax.integer_pow(x, y) if y >= 0 else 1 / lax.integer_pow(x, -y)
+
 
 #: "name dtype" -> the same in terms of others.
 WRITTEN = {
-    "not bool": lambda x, **_: jnp.where(x, 0, 1) != 0,
-    "is_finite float32": lambda x, **_: jnp.abs(x) < jnp.inf,
+    **{f"select_n {dtype}": _select for dtype in _NUMBER + _UINT + _BOOL},
+    **{f"integer_pow {dtype}": _power for dtype in _NUMBER},
+    "not bool": lambda x: jnp.where(x, 0, 1) != 0,
+    "is_finite float32": lambda x: jnp.abs(x) < jnp.inf,
     **{f"convert_element_type {dtype} bool": lambda x, **_: x != 0 for dtype in _NUMBER},
     **{f"{name} {dtype}": lambda x, **_: x for name in ("stop_gradient", "copy") for dtype in _NUMBER + _BOOL},
     **{f"convert_element_type {dtype} {dtype}": lambda x, **_: x for dtype in _NUMBER + _UINT + _BOOL},
@@ -51,12 +65,9 @@ KNOWN = {f"{name} {dtype}" for name, dtypes in LOWERED.items() for dtype in dtyp
 
 def why_not(operations) -> str | None:
     """The reason why a kernel cannot compute functions made of these (see `Callable.operations`), or None."""
-    unknown = [operation for operation in operations if operation not in KNOWN]
-    if not unknown:
-        return None
-    name, *dtypes = unknown[0].split()
-    of = f" of {' to '.join(dtypes)}" if dtypes else ""
-    return f"a predicate or modifier uses the primitive {name}{of}, which the kernel cannot compute"
+    unknown = [operation.split() for operation in operations if operation not in KNOWN]
+    names = ", ".join(f"{name}({' to '.join(dtypes)})" for name, *dtypes in unknown)
+    return f"a predicate or modifier uses primitives that the kernel cannot compute: {names}" if unknown else None
 
 
 def evaluate(jaxpr, consts, *args):
@@ -80,7 +91,5 @@ def _apply(equation, operands):
     written = WRITTEN.get(operation(equation))
     if written is not None:
         return [written(*operands, **params)]
-    if primitive.name == "integer_pow" and params["y"] < 0:
-        return [1 / lax.integer_pow(operands[0], -params["y"])]
     results = primitive.bind(*operands, **params)
     return results if primitive.multiple_results else [results]
