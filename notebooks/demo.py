@@ -1,6 +1,6 @@
 """A byte-level language model on `jattn.nnx.MultiHeadAttention`, trained on the help topics that Python ships.
 
-    ./run demo [--steps 250] [--sequence-length 512] [--seed 0]
+    ./run demo [--steps 250] [--sequence-length 512] [--seed 0] [--devices 1]
 
 1. Ten training steps in lockstep with the same model on `jax.nn.dot_product_attention` and dense masks: losses and
    gradients must agree to 1e-5, or the script exits with 1.
@@ -9,9 +9,12 @@
 
 Documents are packed several to a row and kept apart by segment ids; layers alternate between a local window and the
 whole document. Uses a GPU if there is one. Plots go to demo-output/.
+
+With `--devices 8` every sequence is spread over eight virtual CPU devices, whose attention is `jattn.ring_attention`.
 """
 
 import argparse
+import contextlib
 import functools
 import sys
 import time
@@ -25,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jattn
 import jattn.nnx
@@ -49,6 +53,11 @@ class Config:
     learning_rate: float = 5e-3
     memory_lengths: tuple = (512, 2048, 8192)
     sample_length: int = 320
+    devices: int = 1
+
+    @property
+    def layout(self):
+        return jattn.SequenceLayout("zigzag", self.devices)
 
 
 # Data
@@ -116,6 +125,29 @@ def jattn_layer(config, window, rngs):
         config.heads, config.width, num_kv_heads=config.kv_heads, is_causal=True, local_window_size=window, rope=True,
         use_bias=False, rngs=rngs,
     )
+
+
+def ring_layer(config, window, rngs):
+    """The same layer over tokens that `spread` has laid out."""
+    layer = jattn_layer(config, window, rngs)
+    layer.attention_fn = functools.partial(ring_attention, config.layout)
+    return layer
+
+
+def ring_attention(layout, query, key, value, *, is_causal, options, **flax_options):
+    positions = layout.positions(query.shape[1])
+    return jattn.ring_attention(
+        jattn.rope(query, positions), jattn.rope(key, positions), value, is_causal=is_causal, axis="sequence",
+        layout=layout, segment_ids=options["segment_ids"], local_window_size=options["local_window_size"],
+    )
+
+
+def spread(config, batch):
+    """`batch` over the devices, its tokens in layout order."""
+    if config.devices == 1:
+        return batch
+    sharding = NamedSharding(jax.sharding.get_mesh(), PartitionSpec(None, "sequence"))
+    return jax.tree.map(lambda x: jax.device_put(config.layout.shard(x), sharding), batch)
 
 
 def dense_attention(query, key, value, *, mask, **flax_options):
@@ -313,16 +345,27 @@ def show_size(params, rows):
 def compare(step, dense, params, rows, optimizer, config):
     """Whether the first ten losses and gradients agree."""
     batches = training_batches(rows, config)
-    worst = run_lockstep(step, step_of(dense, optimizer), params, batches, optimizer)
+
+    def ours(params, state, batch):
+        return step(params, state, spread(config, batch))
+
+    worst = run_lockstep(ours, step_of(dense, optimizer), params, batches, optimizer)
     print(f"  largest relative difference: loss {worst[0]:.1e}, gradients {worst[1]:.1e}")
     return np.max(worst) <= TOLERANCE  # false for NaN too
 
 
 def run(config, output=OUTPUT):
     """The whole demo; 0, or 1 if the two models differ."""
+    mesh = jax.make_mesh((config.devices,), ("sequence",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh) if config.devices > 1 else contextlib.nullcontext():
+        return run_on_mesh(config, output)
+
+
+def run_on_mesh(config, output):
     training, held_out = (pack(documents, config.sequence_length) for documents in split_documents())
     held_out = take(held_out, np.arange(min(len(held_out.tokens), 8 * config.batch)))
-    ours, params = build(jattn_layer, config)
+    ours, params = build(jattn_layer if config.devices == 1 else ring_layer, config)
+    alone, _ = build(jattn_layer, config)
     dense, _ = build(DenseLayer, config)
     optimizer = optimizer_of(config)
     step = step_of(ours, optimizer)
@@ -334,17 +377,19 @@ def run(config, output=OUTPUT):
         return 1
 
     print("\nTemporary memory of one forward and backward pass:")
-    memory = show_memory(ours, dense, params, config.memory_lengths)
+    memory = show_memory(alone, dense, params, config.memory_lengths)
 
     print("\nTraining:")
     evaluate = jax.jit(functools.partial(loss_of, ours))
+    held_out = spread(config, held_out)
     before = evaluate(params, held_out)
-    params, losses = train(step, params, training_batches(training, config), optimizer, config.steps)
+    batches = (spread(config, batch) for batch in training_batches(training, config))
+    params, losses = train(step, params, batches, optimizer, config.steps)
     print(f"  held-out loss {before:.3f} before, {evaluate(params, held_out):.3f} after (nats per byte)")
     plot(config.memory_lengths, memory, losses, output)
 
     print("\nA sample:\n")
-    print(sample(ours, params, jax.random.key(config.seed), b'The "for" statement', config.sample_length))
+    print(sample(alone, params, jax.random.key(config.seed), b'The "for" statement', config.sample_length))
     return 0
 
 
@@ -353,11 +398,15 @@ def config_of(arguments):
     parser.add_argument("--steps", type=int, default=Config.steps)
     parser.add_argument("--sequence-length", type=int, default=Config.sequence_length)
     parser.add_argument("--seed", type=int, default=Config.seed)
+    parser.add_argument("--devices", type=int, default=Config.devices, help="virtual CPU devices a sequence")
     return Config(**vars(parser.parse_args(arguments)))
 
 
 def main(arguments=None):
     config, begin = config_of(arguments), time.perf_counter()
+    if config.devices > 1:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", config.devices)
     with jax.default_matmul_precision("float32"):  # a GPU's default is TF32: three digits
         status = run(config)
     print(f"\n{time.perf_counter() - begin:.0f} s")

@@ -50,6 +50,19 @@ def test_runs_agrees_and_learns(demo, tiny, tmp_path, capsys):
     assert printed.partition("A sample:")[2].strip().startswith('The "for" statement')
 
 
+@pytest.mark.usefixtures("promotion")
+def test_a_sequence_over_eight_devices_trains_the_same(demo, tiny, capsys):
+    config = dataclasses.replace(tiny, devices=8)
+    rows = demo.pack(demo.split_documents()[0][:20], config.sequence_length)
+    mesh = jax.make_mesh((8,), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        ours, params = demo.build(demo.ring_layer, config)
+        dense, _ = demo.build(demo.DenseLayer, config)
+        optimizer = demo.optimizer_of(config)
+        assert demo.compare(demo.step_of(ours, optimizer), dense, params, rows, optimizer, config)
+    assert capsys.readouterr().out.count("relative difference") == 11
+
+
 @pytest.mark.parametrize("worst", [(0.0, 2e-5), (2e-5, 0.0), (0.0, np.nan)])
 def test_reports_a_difference(demo, tiny, worst, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(demo, "run_lockstep", lambda *args: np.array(worst))
@@ -64,8 +77,8 @@ def test_relative_difference_is_that_of_the_worst_array(demo):
 
 
 def test_options(demo):
-    config = demo.config_of(["--steps", "3", "--sequence-length", "128", "--seed", "7"])
-    assert config == dataclasses.replace(demo.Config(), steps=3, sequence_length=128, seed=7)
+    config = demo.config_of(["--steps", "3", "--sequence-length", "128", "--seed", "7", "--devices", "8"])
+    assert config == dataclasses.replace(demo.Config(), steps=3, sequence_length=128, seed=7, devices=8)
 
 
 def test_packing_keeps_every_byte_and_cuts_long_documents_only(demo):
