@@ -1,0 +1,120 @@
+"""Where a call runs is known when it is lowered: traced beside a Hopper GPU, it may still be for another platform."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn.pallas import attention as mosaic
+
+Q = jax.random.normal(jax.random.key(0), (2, 64, 2, 64), jnp.bfloat16)
+BIAS = jnp.ones((64, 64), jnp.float32)
+
+
+@pytest.fixture
+def beside_a_gpu(monkeypatch):
+    """As on a machine whose default device is a Hopper GPU; what is lowered here is still for its CPU."""
+    monkeypatch.setattr(mosaic, "why_not_here", lambda: None)
+
+
+def attend(q, bias=None, **options):
+    return jattn.attention(q, q, q, bias, is_causal=True, **options)
+
+
+def named(q, bias=None):
+    return attend(q, bias, implementation="mosaic")
+
+
+def gradients(f):
+    return jax.grad(lambda *arrays: (f(*arrays).astype(jnp.float32) ** 2).sum(), (0, 1))
+
+
+def kernels(function, platform, *arrays):
+    """How many kernels the function is, exported for a platform."""
+    exported = jax.export.export(jax.jit(function), platforms=[platform])(*arrays)
+    assert exported.platforms == (platform,)
+    return jax.export.deserialize(exported.serialize()).mlir_module().count("stablehlo.custom_call @mosaic_gpu")
+
+
+def test_none_is_xla_on_a_cpu_beside_a_gpu(beside_a_gpu):
+    """Values and gradients, with and without gradients that need out unrounded, bit for bit."""
+    told = jattn.explain(Q, Q, Q)
+    assert (told.implementation, told.backward) == ("mosaic", "xla") and "its backward on xla" in repr(told)
+    xla = lambda *arrays: attend(*arrays, implementation="xla")  # noqa: E731
+    for function in (lambda f: f, gradients):
+        got, want = (jax.jit(function(f))(Q, BIAS) for f in (attend, xla))
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+    got, want = (jax.grad(lambda q, f=f: f(q).astype(jnp.float32).sum())(Q) for f in (attend, xla))
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("platform, count", [("cuda", 1), ("cpu", 0), ("tpu", 0)])
+def test_none_exports_for_the_platform_that_is_asked_for(beside_a_gpu, platform, count):
+    assert kernels(attend, platform, Q, BIAS) == kernels(gradients(attend), platform, Q, BIAS) == count
+
+
+def test_a_kernel_for_several_platforms_at_once_is_refused_with_the_way_out(beside_a_gpu):
+    with pytest.raises(NotImplementedError, match="'mosaic' can be lowered for cuda alone, .* one platform at a time"):
+        jax.export.export(jax.jit(attend), platforms=["cpu", "cuda"])(Q)
+    both = jax.jit(lambda q: attend(q, implementation="xla"))
+    assert jax.export.export(both, platforms=["cpu", "cuda"])(Q).platforms == ("cpu", "cuda")
+
+
+def layers(q):
+    return jax.lax.scan(lambda x, _: (jax.checkpoint(named)(x), None), q, None, length=3)[0]
+
+
+TRANSFORMED = {
+    "plain": named,
+    "gradient": jax.grad(lambda q: named(q).astype(jnp.float32).sum()),
+    "vmap": lambda q: jax.vmap(named)(jnp.stack([q, q])),
+    "scan of checkpoint": jax.grad(lambda q: layers(q).astype(jnp.float32).sum()),
+    "cond": lambda q: jax.lax.cond(q[0, 0, 0, 0] > 0, named, jnp.zeros_like, q),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_the_kernel_is_exported_for_cuda_on_a_machine_without_it(name):
+    assert kernels(TRANSFORMED[name], "cuda", Q) >= 1
+
+
+def occurrences(jaxpr, primitive):
+    inner = (getattr(x, "jaxpr", x) for e in jaxpr.eqns for x in jax.tree.leaves(e.params) if hasattr(x, "eqns"))
+    here = sum(equation.primitive.name == primitive for equation in jaxpr.eqns)
+    return here + sum(occurrences(each, primitive) for each in inner)
+
+
+def test_checkpoint_names_spare_the_kernel():
+    """A policy that saves out and lse launches it once, one that saves nothing twice."""
+    policies = jax.checkpoint_policies
+
+    def launches(policy):
+        loss = jax.checkpoint(lambda q: named(jnp.sin(q)).astype(jnp.float32).sum(), policy=policy)
+        return occurrences(jax.make_jaxpr(jax.grad(loss))(Q).jaxpr, "custom_partitioning")
+
+    saved = launches(policies.save_only_these_names("jattn_out", "jattn_lse"))
+    assert (saved, launches(policies.nothing_saveable)) == (1, 2)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_named_and_lowered_for_another_platform_is_an_error(platform):
+    with pytest.raises(NotImplementedError, match=f"'mosaic' can be lowered for cuda alone, not for {platform}"):
+        jax.export.export(jax.jit(named), platforms=[platform])(Q)
+
+
+def test_named_and_run_on_a_cpu_is_an_error():
+    for run in (named, jax.jit(named), jax.grad(lambda q: named(q).astype(jnp.float32).sum())):
+        with pytest.raises(NotImplementedError, match="'mosaic' can be lowered for cuda alone, not for cpu"):
+            run(Q)
+    assert jax.eval_shape(named, Q).shape == Q.shape
+
+
+def test_second_derivatives_and_forward_mode_are_refused_with_a_sentence():
+    first = jax.grad(lambda q, k: jattn.attention(q, k, k, implementation="mosaic").astype(jnp.float32).sum(), 1)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.grad(lambda k: first(Q, k).astype(jnp.float32).sum())(Q)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.jvp(lambda k: first(Q, k), (Q,), (Q,))
+    with pytest.raises(TypeError, match="forward-mode"):
+        kernels(lambda q: jax.jvp(named, (q,), (q,)), "cuda", Q)
