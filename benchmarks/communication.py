@@ -5,7 +5,7 @@
     seconds("ring", call, devices=8, link=400e9, rate=600e12)    (computing, exposed) of forward and backward
     executed(compiled.as_text())                   the same from HLO, loops counted as often as they run
 
-`./run python -m benchmarks.communication` writes results/communication.csv, `./run bench plot communication` draws it.
+`./run python -m benchmarks.communication` writes results/communication.csv and draws docs/communication.png from it.
 """
 
 import collections
@@ -195,14 +195,40 @@ def rows():
             )
 
 
-def main():
-    path = record.RESULTS / "communication.csv"
+def write(path):
     table = list(rows())
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, table[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(table)
-    print(path)
+
+
+def draw(path, target):
+    """The share of a step that a device waits for messages, against the number of devices."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    table = record.load(path)
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for strategy in STRATEGIES:
+        mine = [row for row in table if row["strategy"] == strategy]
+        waits = [100 / (1 + float(row["computing"]) / max(float(row["exposed"]), 1e-12)) for row in mine]
+        axes.plot([int(row["devices"]) for row in mine], waits, "o-", label=strategy, markersize=3)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="devices", ylabel="% of a step spent waiting for messages (model)")
+    axes.set_title(f"{CALL}, {LINK / 1e9:.0f} GB/s, {RATE / 1e12:.0f} TFLOP/s", fontsize="small")
+    axes.legend()
+    figure.savefig(target, dpi=100)
+
+
+def main():
+    path = record.RESULTS / "communication.csv"
+    target = record.RESULTS.parents[1] / "docs" / "communication.png"
+    write(path)
+    draw(path, target)
+    print(path, target, sep="\n")
 
 
 if __name__ == "__main__":
