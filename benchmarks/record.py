@@ -12,7 +12,7 @@ import jax
 import jattn
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-WIDTHS = {"shape": 36, "implementation": 14}
+WIDTHS = {"shape": 40, "implementation": 14}
 
 
 def device_name():
@@ -70,8 +70,8 @@ def load(path):
 
 
 def latest(rows):
-    """The last row of each shape and implementation, in order of first appearance."""
-    return list({(row["shape"], row["implementation"]): row for row in rows}.values())
+    """The last row of each shape, pass and implementation, in order of first appearance."""
+    return list({(row["shape"], row.get("pass"), row["implementation"]): row for row in rows}.values())
 
 
 def line(row, header=False):

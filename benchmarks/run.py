@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 import jattn
-from benchmarks import record, shapes, timing
+from benchmarks import attention, gpu, providers, record, shapes, timing, tune
+from benchmarks.shapes import selected
 
 # Largest allowed max|x - y| / max|y| between two implementations before any of them is timed.
 AGREEMENT = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
@@ -63,8 +64,8 @@ def cpu(arguments):
     for shape in selected(shapes.CPU, arguments):
         inputs = shape.inputs(dtype)
         calls = {
-            name: functools.partial(forward_backward(attention, shape.options), *inputs)
-            for name, attention in implementations(shape, dtype).items()
+            name: functools.partial(forward_backward(function, shape.options), *inputs)
+            for name, function in implementations(shape, dtype).items()
         }
         gate(shape, dtype, calls)
         taken = timing.interleaved(calls | {"ceiling": product}, arguments.repeats)
@@ -87,8 +88,8 @@ def memory(arguments):
     """Temporary bytes of forward and backward as compiled, float32; nothing is run."""
     dtype = "float32"
     for shape in selected(shapes.MEMORY, arguments):
-        for name, attention in implementations(shape, dtype).items():
-            compiled = forward_backward(attention, shape.options).lower(*shape.specs(dtype)).compile()
+        for name, function in implementations(shape, dtype).items():
+            compiled = forward_backward(function, shape.options).lower(*shape.specs(dtype)).compile()
             temporary = compiled.memory_analysis().temp_size_in_bytes
             yield {
                 "shape": str(shape),
@@ -101,14 +102,8 @@ def memory(arguments):
             }
 
 
-SUITES = {"cpu": cpu, "memory": memory}
-
-
-def selected(table, arguments):
-    chosen = [shape for shape in table if arguments.only in str(shape)]
-    if not chosen:
-        raise SystemExit(f"no shape contains {arguments.only!r}; there are: {'; '.join(map(str, table))}")
-    return chosen
+SUITES = {"cpu": cpu, "memory": memory, "attention": attention.attention, "tune": tune.tune}
+ON_GPU = ("attention", "tune")
 
 
 def parser():
@@ -117,11 +112,29 @@ def parser():
     for name, suite in SUITES.items():
         command = commands.add_parser(name, help=suite.__doc__, description=suite.__doc__)
         command.add_argument("--only", default="", metavar="TEXT", help="the shapes whose name contains TEXT")
-        command.add_argument("--repeats", type=int, default=9, help="rounds; the median is reported (default 9)")
+        rounds = 3 if name in ON_GPU else 9
+        command.add_argument(
+            "--repeats", type=int, default=rounds, help=f"rounds; the median is reported (default {rounds})"
+        )
         command.add_argument("--no-record", action="store_true", help="print the rows, leave the CSV file alone")
+        if name in ON_GPU:
+            command.add_argument(
+                "--budget", type=float, default=float("inf"), metavar="SECONDS", help="start no shape after that time"
+            )
+    _attention_options(commands.choices["attention"])
     command = commands.add_parser("plot", help="draw a suite's latest rows beside its CSV file")
-    command.add_argument("of", choices=sorted(SUITES))
+    command.add_argument("of", choices=("attention", "cpu", "memory"))
     return top
+
+
+def _attention_options(command):
+    names = list(providers.PROVIDERS)
+    command.add_argument("--pass", dest="of", choices=("fwd", "fwd+bwd"), default="fwd")
+    command.add_argument("--table", choices=("all", "grid", "features"), default="all", help="which shapes")
+    command.add_argument(
+        "--providers", type=lambda text: text.split(","), default=names, metavar="NAME,...", help=",".join(names)
+    )
+    command.add_argument("--flex", action="store_true", help="also PyTorch FlexAttention (forward, features)")
 
 
 def main(argv=None):
@@ -131,16 +144,16 @@ def main(argv=None):
 
         print(plots.draw(arguments.of))
         return
+    if arguments.suite in ON_GPU:
+        gpu.prepare()
     environment = record.environment()
     print(", ".join(f"{name} {value}" for name, value in environment.items()))
-    rows = []
     for number, row in enumerate(SUITES[arguments.suite](arguments)):
         if number == 0:
             print(record.line(row, header=True))
         print(record.line(row), flush=True)
-        rows.append(environment | row)
-    if not arguments.no_record:
-        record.append(record.RESULTS / f"{arguments.suite}.csv", rows)
+        if not arguments.no_record:
+            record.append(record.RESULTS / f"{arguments.suite}.csv", [environment | row])
 
 
 if __name__ == "__main__":

@@ -72,6 +72,13 @@ class Shape:
         return sum(map(math.prod, [*self.shapes, self.out])) * jnp.dtype(dtype).itemsize
 
 
+def selected(table, arguments):
+    chosen = [shape for shape in table if arguments.only in str(shape)]
+    if not chosen:
+        raise SystemExit(f"no shape contains {arguments.only!r}; there are: {'; '.join(map(str, table))}")
+    return chosen
+
+
 CPU = (
     Shape(1, 2048, 2048, 8, 8, 64, 64),
     Shape(1, 2048, 2048, 8, 8, 64, 64, causal=True),
