@@ -137,8 +137,9 @@ class Shard:
         way, state = self.plan.path, self._start()
 
         def step(keys, state, distance, shift):
-            coming = self._hop(keys, shift)  # first, so that it travels while the rest is computed
-            return coming, self._see(state, keys, self._source(distance))
+            see = functools.partial(self._see, state, keys, self._source(distance))
+            (keys,), state = self._while_working(see, (keys, shift))
+            return keys, state
 
         for i, count, shift in _runs(_differences(way)):
             keys, state = _repeat(
@@ -159,37 +160,44 @@ class Shard:
         back = [-shift for shift in _differences(way)]  # back[m]: from way[m + 1] to way[m]
 
         def step(keys, sums, totals, distance, keys_shift, sums_shift):
-            coming, sums = self._hop_both(keys, keys_shift, sums, sums_shift)
-            totals, own = see(totals, keys, self._source(distance))
-            return coming, _add(sums, own), totals
+            work = functools.partial(see, totals, keys, self._source(distance))
+            (keys, sums), (totals, own) = self._while_working(work, (keys, keys_shift), (sums, sums_shift))
+            return keys, _add(sums, own), totals
 
-        coming = self._hop(keys, back[last - 1]) if last else None
-        totals, sums = see(totals, keys, self._source(way[last]))
+        work = functools.partial(see, totals, keys, self._source(way[last]))
+        if not last:
+            return work()
+        (keys,), (totals, sums) = self._while_working(work, (keys, back[last - 1]))
         shifts = [(back[m - 1], back[m]) for m in range(last - 1, 0, -1)]
         for i, count, pair in _runs(shifts):
             distance = way[last - 1 - i]
-            coming, sums, totals = _repeat(
-                count, lambda n, c, d=distance, pair=pair: step(*c, d + n * pair[0], *pair), (coming, sums, totals)
+            keys, sums, totals = _repeat(
+                count, lambda n, c, d=distance, pair=pair: step(*c, d + n * pair[0], *pair), (keys, sums, totals)
             )
-        if last:
-            sums = self._hop(sums, back[0])
-            totals, own = see(totals, coming, self._source(0))
-            sums = _add(sums, own)
-        return totals, sums
+        work = functools.partial(see, totals, keys, self._source(0))
+        (sums,), (totals, own) = self._while_working(work, (sums, back[0]))
+        return totals, _add(sums, own)
 
     def _source(self, distance):
         return (self.index - distance) % self.layout.size
 
-    def _hop(self, tree, shift):
-        """`tree` of the device `shift` before this one."""
-        size = self.layout.size
-        pairs = [(r, (r + shift) % size) for r in range(size)]
-        return _together(lambda x: lax.ppermute(x, self.plan.axis, pairs), tree)
+    def _while_working(self, work, *moves):
+        """`(arrived, work())`: each `(tree, shift)` of `moves` comes from the device `shift` before this one meanwhile.
 
-    def _hop_both(self, keys, keys_shift, sums, sums_shift):
-        if keys_shift == sums_shift:
-            return self._hop((keys, sums), keys_shift)
-        return self._hop(keys, keys_shift), self._hop(sums, sums_shift)
+        Trees with one shift travel as one message.
+        """
+        trees, shifts = zip(*moves, strict=True)
+        if one := len(set(shifts)) == 1:
+            trees, shifts = (trees,), shifts[:1]
+        sent = [_together(functools.partial(self._send, shift=n), tree) for tree, n in zip(trees, shifts, strict=True)]
+        # Without the barrier the compiler may wait for the messages before it starts to work.
+        sent, done = lax.optimization_barrier((sent, work()))
+        arrived = [_apart(message, tree) for message, tree in zip(sent, trees, strict=True)]
+        return arrived[0] if one else arrived, done
+
+    def _send(self, x, shift):
+        size = self.layout.size
+        return lax.ppermute(x, self.plan.axis, [(r, (r + shift) % size) for r in range(size)])
 
     def _over_gathered(self, see, state, keys):
         """`see(state, keys, source)` for the keys of all devices: in one call where their order can be restored."""
@@ -204,7 +212,7 @@ class Shard:
 
     def _gather(self, keys):
         """The keys of all devices, in a new first axis."""
-        return _together(lambda x: lax.all_gather(x, self.plan.axis), keys)
+        return _apart(_together(lambda x: lax.all_gather(x, self.plan.axis), keys), keys)
 
     def _natural(self, x, axis):
         """`[P, ..., tokens, ...]` in natural order, tokens at `axis` of the result."""
@@ -429,12 +437,25 @@ def _diagonals(table, rows, columns, offset, stride):
 
 def _together(collective, tree):
     """A collective of keys, values and their gradients `[B, S, K, features]` as one operand, and of ids (a hundredth of
-    that) by themselves."""
-    leaves, structure = jax.tree.flatten(tree)
-    is_id = [jnp.issubdtype(x.dtype, jnp.integer) for x in leaves]
-    packed = [x for x, i in zip(leaves, is_id, strict=True) if not i]
-    unpacked = _unpack(collective(_pack(packed)), packed)
-    return structure.unflatten(collective(x) if i else next(unpacked) for x, i in zip(leaves, is_id, strict=True))
+    that) by themselves: what `_apart` takes apart."""
+    packed, ids = _packed_and_ids(tree)
+    return collective(_pack(packed)), [collective(x) for x in ids]
+
+
+def _apart(message, like):
+    """The tree in a message that was made of one like it."""
+    words, ids = message
+    packed, ids = iter(_unpack(words, _packed_and_ids(like)[0])), iter(ids)
+    return jax.tree.map(lambda x: next(ids) if _is_id(x) else next(packed), like)
+
+
+def _packed_and_ids(tree):
+    leaves = jax.tree.leaves(tree)
+    return [x for x in leaves if not _is_id(x)], [x for x in leaves if _is_id(x)]
+
+
+def _is_id(x):
+    return jnp.issubdtype(x.dtype, jnp.integer)
 
 
 def _pack(arrays):

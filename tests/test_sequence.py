@@ -135,17 +135,17 @@ FEATURES = {
     "not, unsorted ids": _case(mask="not", segments="unsorted", score_mod="plain", bias="N11", dtype="bfloat16"),
     "tree, one key head": _case(mask="tree", bias="B1TS", minus_inf=True, G=4, K=1),
 }
-RUNS = [
-    ("ring", "zigzag", 4), ("ring", "striped", 8), ("allgather", "zigzag", 2), ("ulysses", "zigzag", 4),
-    ("ring", "zigzag", 2), ("ring", "contiguous", 4), ("hybrid", "zigzag", 8), ("allgather", "striped", 4),
+OTHERS = [
+    ("ring", "striped", 8), ("allgather", "zigzag", 2), ("ulysses", "zigzag", 4), ("ring", "contiguous", 4),
+    ("hybrid", "zigzag", 8), ("allgather", "striped", 4),
 ]  # fmt: skip
 
 
 def _spread():
     """Every feature on a zigzag ring and on one of the others, which all get their turn."""
-    others = itertools.cycle([run for run in RUNS if run != ("ring", "zigzag", 4)])
-    for name in FEATURES:
-        yield from ((name, *run) for run in (RUNS[0], next(others)))
+    others = itertools.cycle(OTHERS)
+    for i, name in enumerate(FEATURES):
+        yield from ((name, *run) for run in (("ring", "zigzag", 4 if i % 3 == 0 else 2), next(others)))
 
 
 @pytest.mark.parametrize("name, strategy, kind, devices", list(_spread()))
@@ -492,10 +492,9 @@ def test_small_heads_with_and_without_jit(devices):
     np.testing.assert_allclose(attend(q, k, v), want, atol=1e-6)
     np.testing.assert_allclose(jax.jit(attend)(q, k, v), want, atol=1e-6)
     want = jax.grad(lambda *x: (jattn.attention(*x, is_causal=True) ** 2).sum(), (0, 1, 2))(q, k, v)
-    for wrap in (lambda f: f, jax.jit):
-        got = wrap(jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2)))(q, k, v)
-        for g, w in zip(got, want, strict=True):
-            np.testing.assert_allclose(g, w, atol=1e-5)
+    got = (jax.jit if devices == 2 else lambda f: f)(jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2)))(q, k, v)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, atol=1e-5)
 
 
 def test_cotangents_in_another_layout():
