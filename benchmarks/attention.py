@@ -8,7 +8,7 @@ import sys
 import time
 
 import jattn
-from benchmarks import cases, gpu, providers
+from benchmarks import cases, flex, gpu, providers
 from benchmarks.shapes import selected
 
 PEERS = [name for name in providers.PROVIDERS if name != "jattn"]
@@ -20,14 +20,15 @@ def attention(arguments):
     wanted = selected(tables(arguments.table), arguments)
     ceiling = gpu.matmul_ceiling()
     print(f"matmul ceiling {ceiling:.0f} TFLOP/s", flush=True)
-    flex = flex_times() if arguments.flex and arguments.of == "fwd" else {}
+    flexed = gpu.attempt("flex", lambda: flex_times(wanted)) if arguments.flex and arguments.of == "fwd" else None
     for done, case in enumerate(wanted):
         if time.perf_counter() - start > arguments.budget:
             print(f"stopped after {arguments.budget:.0f} s; not measured: {'; '.join(map(str, wanted[done:]))}")
             return
         times = case_times(case, arguments)
-        flexed = {"flex": gpu.Time(flex[str(case)], flex[str(case)], flex[str(case)])} if str(case) in flex else {}
-        yield from rows(case, times | flexed, arguments.of, ceiling)
+        if ms := (flexed or {}).get(str(case)):
+            times["flex"] = gpu.Time(ms, ms, ms)
+        yield from rows(case, times, arguments.of, ceiling)
         print(f"  at {time.perf_counter() - start:.0f} s", flush=True)
 
 
@@ -99,9 +100,15 @@ def explained(case):
     return jattn.explain(*case.shape.specs("bfloat16")[:3], **case.keywords(case.arrays()))
 
 
-def flex_times():
+def flex_times(wanted):
     """Milliseconds of compiled PyTorch FlexAttention by case, from a process of its own on the same card."""
-    command = [sys.executable, "-m", "benchmarks.flex"]
-    done = subprocess.run(command, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, timeout=300)
-    print(done.stderr[-400:] if done.returncode else "  flex measured", flush=True)
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
+    names = [str(case) for case in wanted if str(case) in flex.CASES]
+    if not names:
+        return {}
+    print(f"  flex compiles {len(names)} cases", flush=True)
+    command = [sys.executable, "-m", "benchmarks.flex", *names]
+    done = subprocess.run(command, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, timeout=240)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-300:])
+    print("".join(f"  {line}\n" for line in done.stderr.splitlines() if line.startswith("flex ")), end="", flush=True)
+    return json.loads(done.stdout.splitlines()[-1])

@@ -71,7 +71,7 @@ def draw(suite):
     for panel, place in zip(panels, figure.axes, strict=True):
         panel(mine, place)
         place.set_title(f"{last['device']}, jax {last['jax']}, {last['date']}", fontsize="small")
-        place.legend()
+        place.legend(fontsize="small", framealpha=1)
     path = record.RESULTS / f"{suite}.png"
     figure.savefig(path, dpi=150)
     return path

@@ -27,7 +27,8 @@ def tune(arguments):
 
 def legal(shape, current):
     """Configs the kernel can run on these head dims: the current one with a field changed, then `candidates()`."""
-    near = [dataclasses.replace(current, **{name: value}) for name, value in _changes(current)]
+    fields = {field.name for field in dataclasses.fields(current)}
+    near = [dataclasses.replace(current, **{name: value}) for name, value in _changes(current) if name in fields]
     known = dict.fromkeys([*near, *configs.candidates()])
     return [c for c in known if c != current and c.why_not(shape.H, shape.D) is None]
 
@@ -63,9 +64,8 @@ def case_rows(case, arguments, end):
 
 def _with(case, config):
     def forward(query, key, value, arrays):
-        return jattn.attention(
-            query, key, value, implementation="mosaic", config=config, **case.keywords(arrays)
-        )  # fmt: skip
+        keywords = case.keywords(arrays)
+        return jattn.attention(query, key, value, implementation="mosaic", config=config, **keywords)
 
     return forward
 

@@ -259,7 +259,8 @@ def test_tables_between_markers():
     assert grid[str(cases.GRID[0])].endswith("| 0.990 | 0.800 | – | – | – | ≤ 1.00 | met |")
     assert grid[str(cases.GRID[2])].endswith("≤ 1.01 | not met |")
     assert grid[str(cases.GRID[11])].endswith("≤ 0.90 of the best | not met |")
-    (line,) = found["features fwd"][4:]
+    plain, line = found["features fwd"][4:]
+    assert plain.endswith("| – | – | – | – | – | ≤ 0.54 | – |")
     allowed = 1.15 * 144 / 1024 * 0.8 + 0.01
     assert line.endswith(f"| 0.200 | 0.50 | 0.25 | {allowed:.3f} | not met | 0.40 | ≤ 0.45 | met |")
     page = "before\n<!-- a -->\nold\n<!-- end a -->\nafter\n"
@@ -273,3 +274,11 @@ def test_the_picture_of_the_attention_suite(monkeypatch, tmp_path):
     feature = row_of(cases.FEATURES[0], causal=0.4, full=0.2)
     record.append(tmp_path / "attention.csv", [row_of(cases.GRID[0], fa3=0.99), feature])
     assert plots.draw("attention").stat().st_size > 1000
+
+
+def test_flex_runs_on_cases_of_ours_and_a_missing_torch_stops_nothing(capsys):
+    names = {str(case) for case in cases.GRID + cases.FEATURES}
+    assert set(attention.flex.CASES) <= names
+    assert attention.flex_times(cases.GRID[1:2]) == {}
+    assert gpu.attempt("flex", lambda: 1 / 0) is None
+    assert "flex failed: ZeroDivisionError" in capsys.readouterr().out
