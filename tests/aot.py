@@ -57,8 +57,9 @@ def _captured_output(path):
                 os.close(descriptor)
 
 
-def compile_for_h200(function, *arguments, dump_ptx: bool = False) -> Report:
-    """Compiles `function` for `arguments` (anything with a shape and dtype) and returns the ptxas report.
+def compile_for_h200(function, *arguments, dump_ptx: bool = False, kernels: bool = True) -> Report | None:
+    """Compiles `function` for `arguments` (anything with a shape and dtype) and returns the ptxas report, or None for a
+    function without Mosaic `kernels`.
 
     Raises:
         RuntimeError: nothing was compiled by ptxas, or the compiler failed.
@@ -76,7 +77,7 @@ def compile_for_h200(function, *arguments, dump_ptx: bool = False) -> Report:
             for key, value in before.items():
                 os.environ.pop(key) if value is None else os.environ.update({key: value})
         text = pathlib.Path(log.name).read_text(errors="replace")
-    return parse(text)
+    return parse(text) if kernels else None
 
 
 def parse(text: str) -> Report:

@@ -1,14 +1,16 @@
 """Without a GPU, every shipped config compiles to sm_90a with nothing spilled and no product serialised."""
 
 import dataclasses
+import functools
 
 import cases
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from aot import compile_for_h200, parse
 
-from jattn import masks, mods, ragged
+from jattn import masks, mods, ragged, ragged_attention
 from jattn.attention import prepare
 from jattn.pallas import attention as mosaic
 
@@ -89,3 +91,17 @@ def test_packed_sequences(width):
 def test_results_before_rounding(width):
     q, k, v = cases.qkv(B=1, T=310, S=310, N=2, K=1, H=width, dtype="bfloat16")
     report_call(prepare(q, k, v, is_causal=True), unrounded=True)
+
+
+@pytest.mark.aot
+def test_plain_jax_compiles_for_a_gpu_with_constant_offsets():
+    """XLA's constant folding once failed on the bounds of the nested loops."""
+    q, k, v = (x[0] for x in cases.qkv(B=1, T=141, S=141, N=4, K=2, H=16, dtype="bfloat16"))
+    cu = np.array([0, 0, 7, 136], np.int32)
+
+    def step(q, k, v):
+        attend = functools.partial(ragged_attention, cu_seqlens_q=cu, is_causal=True, implementation="xla")
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, pull(out)
+
+    compile_for_h200(step, q, k, v, kernels=False)

@@ -193,6 +193,9 @@ class Walk:
         return self._loop(0, strip.count, step, state)
 
     def _loop(self, lower, upper, body, state):
+        if not isinstance(upper, int):
+            # XLA for GPUs fails on nested loops whose bounds it can fold (a caller's constant offsets or lengths).
+            upper = lax.optimization_barrier(upper)
         lower, upper = (self.vary(jnp.asarray(x, jnp.int32)) for x in (lower, upper))
         return lax.fori_loop(lower, upper, body, state)
 

@@ -305,34 +305,31 @@ def _produce(x):
     first = _item(x, _i32(0))
 
     def one_tile(r, carry):
-        position, item, previous_item, previous_block = carry
+        position, item, previous_item = carry
         tile, following = _tile(x, item), _item(x, r + 1)
-        block = _block(x, tile, _i32(0))
         if buffers == 2:  # free since the tile before last: this never waits long, and never holds up the keys
             _load_queries(x, tile, r)
-        _load_keys(x, tile, block, position)
-
-        @pl.when(r > 0)
-        def _():
-            _load_values(x, _tile(x, previous_item), previous_block, position - 1)
-
+        _load_keys(x, tile, 0, position)
+        pl.when(r > 0)(lambda: _load_last_values(x, previous_item, position))
         if buffers == 1:  # free when the tile before is done, which needs the values above
             _load_queries(x, tile, r)
 
-        def one_block(i, carry):
-            block, previous_block = carry
-            following_block = _block(x, tile, jnp.minimum(i + 1, tile.blocks - 1))  # read a step before its need
-            _load_keys(x, tile, block, position + i)
-            _load_values(x, tile, previous_block, position + i - 1)
-            return following_block, block
+        def one_block(i, _):
+            _load_keys(x, tile, i, position)
+            _load_values(x, tile, i - 1, position)
 
-        second = _block(x, tile, jnp.minimum(1, tile.blocks - 1))
-        _, last = lax.fori_loop(1, tile.blocks, one_block, (second, block))
-        return position + tile.blocks, following, item, last
+        lax.fori_loop(1, tile.blocks, one_block, None)
+        return position + tile.blocks, following, item
 
-    position, _, item, block = lax.fori_loop(0, x.items, one_tile, (_i32(0), first, first, _i32(0)))
-    _load_values(x, _tile(x, item), block, position - 1)
+    position, _, last = lax.fori_loop(0, x.items, one_tile, (_i32(0), first, first))
+    _load_last_values(x, last, position)
     _drain(x, position)
+
+
+def _load_last_values(x, item, position):
+    """Those of the tile that ends at `position`."""
+    tile = _tile(x, item)
+    _load_values(x, tile, tile.blocks - 1, position - tile.blocks)
 
 
 def _load_queries(x, tile, r):
@@ -365,15 +362,16 @@ def _key_rows(x, array, tile, block):
     return array.at[tile.batch, rows, lax.div(tile.head, _i32(x.plan.N // x.plan.K))]
 
 
-def _load_keys(x, tile, block, position):
-    slot = _ring(x, position)
-    pl.when(position >= x.plan.config.stages)(lambda: x.k_free.bar_sync(slot))
-    _copy_in(x, _key_rows(x, x.k, tile, block), x.k_smem.at[slot], x.k_ready.at[slot])
+def _load_keys(x, tile, i, position):
+    """The i-th block of a tile whose blocks start at `position` in the sequence of all."""
+    slot = _ring(x, position + i)
+    pl.when(position + i >= x.plan.config.stages)(lambda: x.k_free.bar_sync(slot))
+    _copy_in(x, _key_rows(x, x.k, tile, _block(x, tile, i)), x.k_smem.at[slot], x.k_ready.at[slot])
 
 
-def _load_values(x, tile, block, position):
-    slot, block_k = _ring(x, position), x.plan.config.block_k
-    pl.when(position >= x.plan.config.stages)(lambda: x.v_free.bar_sync(slot))
+def _load_values(x, tile, i, position):
+    slot, block, block_k = _ring(x, position + i), _block(x, tile, i), x.plan.config.block_k
+    pl.when(position + i >= x.plan.config.stages)(lambda: x.v_free.bar_sync(slot))
     rows, smem, ready = _key_rows(x, x.v, tile, block), x.v_smem.at[slot], x.v_ready.at[slot]
     if x.plan.key_length == x.plan.S:  # TMA zero-fills past the array
         _copy_in(x, rows, smem, ready)
