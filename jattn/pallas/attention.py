@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from jattn._tile import Grid
+from jattn._varying import unvary, vary, varying_axes
 from jattn.pallas import configs, lowering, partition, primitives, schedule
 from jattn.pallas.hopper.attention_forward import Inputs, Plan, launch
 
@@ -27,16 +28,20 @@ def forward(arrays, context, options, *, unrounded=False, interpret=False, multi
         unrounded: out in float32, else in the query's dtype.
         interpret: emulate the kernel on the CPU, with race detection.
     """
-    B, T, N, _ = arrays.query.shape
-    out_dtype = jnp.float32 if unrounded else arrays.query.dtype
-    if 0 in (B, T, N, arrays.key.shape[1]) or (context.cu_queries is not None and context.cu_queries.shape == (1,)):
-        shape = B, T, N, arrays.value.shape[3]
-        return jnp.zeros(shape, out_dtype), _lse_without_keys(arrays, context, shape[:3]), None
+    axes = varying_axes((arrays, context))
+    arrays, context = unvary((arrays, context))  # the body of a kernel is not about them
     part = functools.partial(
         _part, options=options, unrounded=unrounded, interpret=interpret, multiprocessors=multiprocessors
     )
-    # The emulation calls back to the host in order, which what may be divided cannot.
-    return *(part(arrays, context) if interpret else partition.divided(part, arrays, context)), None
+    (B, T, N, _), (_, S, _, D) = arrays.query.shape, arrays.value.shape
+    if 0 in (B, T, N, S) or (context.cu_queries is not None and context.cu_queries.shape == (1,)):
+        out = jnp.zeros((B, T, N, D), jnp.float32 if unrounded else arrays.query.dtype)
+        results = out, _lse_without_keys(arrays, context, (B, T, N))
+    elif interpret:  # it calls back to the host in order, which what may be divided cannot
+        results = part(arrays, context)
+    else:
+        results = partition.divided(part, arrays, context)
+    return *vary(results, axes), None
 
 
 def _part(arrays, context, options, unrounded, interpret, multiprocessors):
@@ -78,7 +83,8 @@ def _lse_without_keys(arrays, context, shape):
         start, end = _packed_rows(context, row)
     if context.query_lengths is not None and context.cu_queries is None:
         end = context.query_lengths.reshape(-1, 1, 1)
-    return jnp.where((row >= start) & (row < end), arrays.sinks.astype(jnp.float32), -jnp.inf)
+    lse = jnp.where((row >= start) & (row < end), arrays.sinks.astype(jnp.float32), -jnp.inf)
+    return jnp.broadcast_to(lse, shape)
 
 
 def _packed_rows(context, row):
