@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jattn
+from jattn import masks, mods
 from jattn.pallas import attention as mosaic
 
 Q = jax.random.normal(jax.random.key(0), (2, 64, 2, 64), jnp.bfloat16)
@@ -118,3 +119,15 @@ def test_second_derivatives_and_forward_mode_are_refused_with_a_sentence():
         jax.jvp(lambda k: first(Q, k), (Q,), (Q,))
     with pytest.raises(TypeError, match="forward-mode"):
         kernels(lambda q: jax.jvp(named, (q,), (q,)), "cuda", Q)
+
+
+def test_64_bit_mode():
+    """Python numbers in a predicate or modifier are 64 bits wide there, and the kernel has none."""
+
+    def features(q, gain):
+        mask = masks.predicate(lambda b, n, t, s, flag: ((t - s) % 3 == 0) | (flag > 2), jnp.arange(64, dtype=jnp.int32))
+        mod = mods.score_mod(lambda x, b, n, t, s, g: jnp.where(t > s, x, 0.0) * g + (t % 5).astype(x.dtype), gain)
+        return jattn.attention(q, q, q, mask=mask, score_mod=mod, implementation="mosaic")
+
+    with jax.enable_x64(True):
+        assert kernels(features, "cuda", Q, jnp.ones((2, 1, 1), jnp.float64)) == 1

@@ -5,6 +5,7 @@ compiles every one of them. A few that Mosaic lacks are written in terms of othe
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
@@ -46,6 +47,11 @@ def _select(which, *cases):
     return chosen
 
 
+def _narrow(x, *, new_dtype, **_):
+    """Of Python numbers, in 64-bit mode, and of arrays that the kernel has read as 32 bits."""
+    return np.dtype(new_dtype).type(x) if jnp.ndim(x) == 0 else x.astype(new_dtype)
+
+
 def _power(x, y):
     return lax.integer_pow(x, y) if y >= 0 else 1 / lax.integer_pow(x, -y)
 
@@ -54,6 +60,8 @@ def _power(x, y):
 WRITTEN = {
     **{f"select_n {dtype}": _select for dtype in _NUMBER + _UINT + _BOOL},
     **{f"integer_pow {dtype}": _power for dtype in _NUMBER},
+    "convert_element_type int64 int32": _narrow,
+    "convert_element_type float64 float32": _narrow,
     "not bool": lambda x: jnp.where(x, 0, 1) != 0,
     "is_finite float32": lambda x: jnp.abs(x) < jnp.inf,
     **{f"convert_element_type {dtype} bool": lambda x, **_: x != 0 for dtype in _NUMBER},
