@@ -122,12 +122,20 @@ def test_second_derivatives_and_forward_mode_are_refused_with_a_sentence():
 
 
 def test_64_bit_mode():
-    """Python numbers in a predicate or modifier are 64 bits wide there, and the kernel has none."""
+    """Python numbers in a predicate or modifier are 64 bits wide there, and the kernel has none; lengths may be."""
 
-    def features(q, gain):
-        mask = masks.predicate(lambda b, n, t, s, flag: ((t - s) % 3 == 0) | (flag > 2), jnp.arange(64, dtype=jnp.int32))
+    def features(q, gain, lengths):
+        flags = jnp.arange(64, dtype=jnp.int32)
+        mask = masks.predicate(lambda b, n, t, s, flag: ((t - s) % 3 == 0) | (flag > 2), flags)
         mod = mods.score_mod(lambda x, b, n, t, s, g: jnp.where(t > s, x, 0.0) * g + (t % 5).astype(x.dtype), gain)
-        return jattn.attention(q, q, q, mask=mask, score_mod=mod, implementation="mosaic")
+        return jattn.attention(
+            q, q, q, mask=mask, score_mod=mod, query_offset="end", key_value_seq_lengths=lengths,
+            segment_ids=jnp.arange(64) // 9, implementation="mosaic",
+        )  # fmt: skip
+
+    def packed(q, cu):
+        return jattn.ragged_attention(q[0], q[0], q[0], cu, is_causal=True, implementation="mosaic")
 
     with jax.enable_x64(True):
-        assert kernels(features, "cuda", Q, jnp.ones((2, 1, 1), jnp.float64)) == 1
+        assert kernels(features, "cuda", Q, jnp.ones((2, 1, 1), jnp.float64), jnp.array([64, 3])) == 1
+        assert kernels(packed, "cuda", Q, jnp.array([0, 10, 64])) == 1

@@ -78,7 +78,7 @@ def deal(costs: jax.Array, copies: int, section: int, blocks: int) -> jax.Array:
     dealt[1::2] = dealt[1::2, ::-1]
     entry = longest_first[np.minimum(dealt, count - 1) // copies]
     pair = entry // tiles * copies + np.minimum(dealt, count - 1) % copies
-    exists = dealt < jnp.sum(costs > 0) * copies
+    exists = dealt < jnp.sum(costs > 0, dtype=jnp.int32) * copies
     by_section = jnp.argsort(jnp.where(exists, pair // section, count), axis=0, stable=True)
     items = jnp.take_along_axis(pair * tiles + entry % tiles, by_section, 0)
     counts = jnp.maximum(jnp.sum(exists, axis=0, keepdims=True, dtype=jnp.int32), 1)
