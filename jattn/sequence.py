@@ -17,14 +17,15 @@ from jax.sharding import PartitionSpec as P
 from jattn import _check, _dispatch, mods
 from jattn._layout import SequenceLayout as SequenceLayout
 from jattn._layout import path
-from jattn._mask import And, Or
+from jattn._mask import And, Or, parts
 from jattn._mask_rules import Causal, Window
 from jattn._mesh import find, over
-from jattn._problem import Context, Differentiable, Options, Problem
+from jattn._problem import Context, Differentiable, Options, Problem, accumulator
 from jattn._ring import Plan, attend, map_mask
 from jattn._tile import Shape
 from jattn._ulysses import Exchange, all_to_all
 from jattn._varying import vary, varying_axes
+from jattn.attention import _operations
 
 __all__ = [
     "SequenceLayout", "StrategyChoice", "allgather_attention", "choose_strategy", "hybrid_attention", "ring_attention",
@@ -370,6 +371,7 @@ def _on_device(static, x):
 def _plan(static, layout, arrays, context, mod, offset) -> Plan:
     """The options of every rectangle, resolved, and the way of the keys."""
     (B, T, N, H), (S, K) = arrays.query.shape, arrays.key.shape[1:3]
+    operations = _operations(context.mask, mod, accumulator(arrays.query.dtype))
     if mod is not None:
         kinds = tuple("element" if kind == "element" else "diagonal" for kind in mod.kinds)
         mod = mods.ScoreMod((), mod.function, kinds, mod.name)
@@ -385,7 +387,8 @@ def _plan(static, layout, arrays, context, mod, offset) -> Plan:
         dtype=str(arrays.query.dtype), mask=None if context.mask is None else repr(context.mask),
         bias=None if arrays.bias is None else arrays.bias.shape, score_mod=None if mod is None else repr(mod),
         soft_cap=options.soft_cap, dropout=options.dropout_threshold > 0, deterministic=options.deterministic,
-        stride=layout.stride, partial=True,
+        stride=layout.stride, partial=True, operations=operations,
+        mask_kinds=() if context.mask is None else tuple(sorted({type(m).__name__ for m in parts(context.mask)})),
     )
     options = _dispatch.resolve(problem, options, static.implementation, static.config)
     known = offset if context.query_offset is None else None

@@ -136,8 +136,8 @@ FEATURES = {
     "tree, one key head": _case(mask="tree", bias="B1TS", minus_inf=True, G=4, K=1),
 }
 OTHERS = [
-    ("ring", "striped", 8), ("allgather", "zigzag", 2), ("ulysses", "zigzag", 4), ("ring", "contiguous", 4),
-    ("hybrid", "zigzag", 8), ("allgather", "striped", 4),
+    ("hybrid", "zigzag", 8), ("ring", "striped", 8), ("allgather", "zigzag", 2), ("ulysses", "zigzag", 4),
+    ("ring", "contiguous", 4), ("allgather", "striped", 4),
 ]  # fmt: skip
 
 
@@ -546,3 +546,16 @@ def test_auto_takes_what_sends_less_and_says_why():
         np.testing.assert_allclose(out, jattn.attention(q, k, v, **options), atol=1e-6)
     with pytest.raises(ValueError, match="strategy='best' is unknown; choose from 'auto', 'ring'"):
         jattn.sequence_attention(*few, axis="sp", mesh=mesh, strategy="best")
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        check(_case(is_causal=True, sinks=True, dtype="float64", heavy=True, T=32, S=32), "ring", "zigzag", 2)
+
+
+def test_a_named_implementation_never_falls_back():
+    q, k, v = cases.qkv(1, 32, 32)
+    with pytest.raises(ValueError, match="implementation='pallas' is unknown"):
+        jattn.ring_attention(q, k, v, axis="sp", mesh=mesh_of(sp=2), implementation="pallas")
+    with pytest.raises(NotImplementedError, match="mosaic: runs bfloat16 and float16, not float32"):
+        jattn.ring_attention(q, k, v, axis="sp", mesh=mesh_of(sp=2), implementation="mosaic")
