@@ -8,6 +8,9 @@ from jattn.attention import attention as attention
 from jattn.explain import explain as explain
 from jattn.partials import empty as empty
 from jattn.partials import merge as merge
+from jattn.quantize import Quantized as Quantized
+from jattn.quantize import dequantize as dequantize
+from jattn.quantize import quantize as quantize
 from jattn.ragged import ragged_attention as ragged_attention
 from jattn.rope import LinearScaling as LinearScaling
 from jattn.rope import Llama3Scaling as Llama3Scaling
@@ -22,16 +25,19 @@ from jattn.sequence import ulysses_attention as ulysses_attention
 __all__ = [
     "LinearScaling",
     "Llama3Scaling",
+    "Quantized",
     "SequenceLayout",
     "allgather_attention",
     "attention",
     "debug",
+    "dequantize",
     "empty",
     "explain",
     "hybrid_attention",
     "masks",
     "merge",
     "mods",
+    "quantize",
     "ragged_attention",
     "ring_attention",
     "rope",

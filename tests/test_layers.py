@@ -20,7 +20,7 @@ MODULES = {
 LAYERS = (
     ("leaf",),
     ("jattn.reference", "jattn.pallas"),
-    ("jattn._mask", "jattn._mask_rules", "jattn.masks", "jattn.mods", "jattn.partials"),
+    ("jattn._mask", "jattn._mask_rules", "jattn.masks", "jattn.mods", "jattn.partials", "jattn.quantize"),
     ("jattn._check", "jattn._dispatch"),
     ("op", "jattn._ring", "jattn._ulysses"),
     ("jattn._flax", "jattn.nnx", "jattn.linen"),
