@@ -127,7 +127,9 @@ class Shard:
 
     def forward(self, keys):
         """out and lse in the accumulator's dtype, and the keys where they are in the end."""
-        if self.plan.gather:
+        if not self.T or not self.S:
+            state = self._start()
+        elif self.plan.gather:
             state = self._over_gathered(self._see, self._start(), keys)
         else:
             state, keys = self._walk(keys)
@@ -151,7 +153,10 @@ class Shard:
         """Gradients of every array, in the accumulator's dtype."""
         see = functools.partial(self._see_backward, (out, lse, dout, dlse))
         walk = self._gather_and_scatter if self.plan.gather else self._walk_home
-        totals, (key, value) = walk(see, self._zero_totals(), keys)
+        if not self.T or not self.S:
+            totals, (key, value) = self._zero_totals(), (self._zeros(x.shape) for x in (keys.key, keys.value))
+        else:
+            totals, (key, value) = walk(see, self._zero_totals(), keys)
         return dataclasses.replace(totals, key=key, value=value, sinks=self._sinks_gradient(out, lse, dout, dlse))
 
     def _walk_home(self, see, totals, keys):
@@ -217,7 +222,7 @@ class Shard:
     def _natural(self, x, axis):
         """`[P, ..., tokens, ...]` in natural order, tokens at `axis` of the result."""
         x = jnp.moveaxis(x, 0, axis)
-        return self.layout.unshard(x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]), axis)
+        return self.layout.unshard(x.reshape(*x.shape[:axis], self.S, *x.shape[axis + 2 :]), axis)
 
     def _gather_and_scatter(self, see, totals, keys):
         size = self.layout.size
@@ -226,7 +231,7 @@ class Shard:
             natural = jax.tree.map(self._natural, self._gather(keys), Keys(1, 1, (3,) * len(keys.ids)))
             totals, sums = see(totals, natural, None)
             sums = [self.layout.shard(x, 1) for x in sums]
-            sums = [jnp.moveaxis(x.reshape(x.shape[0], size, -1, *x.shape[2:]), 1, 0) for x in sums]
+            sums = [jnp.moveaxis(x.reshape(x.shape[0], size, self.S // size, *x.shape[2:]), 1, 0) for x in sums]
         else:
             everyone = self._gather(keys)
 
@@ -290,7 +295,7 @@ class Shard:
     def _if_visible(self, i, j, keys, source, function, state):
         """`function(state)`, or `state` where the mask hides the whole rectangle."""
         mask = self._mask(i, j, keys, source)
-        if mask is None or not self.T or not self.S:
+        if mask is None:
             return function(state)
         columns = self._columns(source)
         starts = self._starts(i, j, source)
@@ -461,7 +466,9 @@ def _is_id(x):
 def _pack(arrays):
     """Arrays that differ in the last axis alone as one, bit for bit. The other axes stay, since they may be sharded."""
     word = jnp.dtype(f"uint{8 * min(x.dtype.itemsize for x in arrays)}")
-    return jnp.concatenate([lax.bitcast_convert_type(x, word).reshape(*x.shape[:-1], -1) for x in arrays], -1)
+    widths = [x.shape[-1] * x.dtype.itemsize // word.itemsize for x in arrays]
+    words = [lax.bitcast_convert_type(x, word).reshape(*x.shape[:-1], n) for x, n in zip(arrays, widths, strict=True)]
+    return jnp.concatenate(words, -1)
 
 
 def _unpack(message, like):
@@ -470,7 +477,7 @@ def _unpack(message, like):
     ends = itertools.accumulate(x.shape[-1] * r for x, r in zip(like, ratios, strict=True))
     parts = jnp.split(message, list(ends)[:-1], -1)
     for part, ratio, x in zip(parts, ratios, like, strict=True):
-        words = part if ratio == 1 else part.reshape(*part.shape[:-1], -1, ratio)
+        words = part if ratio == 1 else part.reshape(*part.shape[:-1], x.shape[-1], ratio)
         yield lax.bitcast_convert_type(words, x.dtype)
 
 

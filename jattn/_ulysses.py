@@ -31,7 +31,7 @@ def _replicated(name, count, x):
 
 def _replicated_backward(name, count, like, g):
     g = all_to_all(g, name, 1, 2)
-    return (jnp.sum(g.reshape(*g.shape[:2], -1, count, g.shape[3]), 3).astype(like.dtype),)
+    return (jnp.sum(g.reshape(*g.shape[:2], g.shape[2] // count, count, g.shape[3]), 3).astype(like.dtype),)
 
 
 _replicated.defvjp(

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -252,9 +253,11 @@ def _describe(
     strategy, names, layout, mesh, query, key, value, bias, mask, *, scale=None, is_causal=False, query_offset=0,
     query_seq_lengths=None, key_value_seq_lengths=None, local_window_size=None, segment_ids=None, logits_soft_cap=None,
     score_mod=None, sinks=None, dropout_rate=0.0, dropout_key=None, deterministic=False, implementation=None,
-    config=None,
+    config=None, **unknown,
 ):
     """`(static, arrays, mesh)` of a call; the mesh is None inside a `shard_map`."""
+    if unknown:
+        raise TypeError(f"unknown options {sorted(unknown)}: sequence-parallel ops take those of attention")
     query, key, value = _check.operands(query, key, value, "[*B, T, N, H]")
     names, mesh = find(
         2 if strategy == "hybrid" else 1, names, mesh, dict(query=query, key=key, value=value),
@@ -464,7 +467,9 @@ def _on_mesh(static, mesh, x):
     T, S = x["query"].shape[-3], x["key"].shape[-3]
     for name, length in (("query length T", T), ("key length S", S)):
         SequenceLayout("contiguous", whole).check(length, name)
-    _layout_of(static, [1 if a is None else mesh.shape[a] for a in static.axes], T, S)
+    layout = _layout_of(static, [1 if a is None else mesh.shape[a] for a in static.axes], T, S)
+    if not T or not S:
+        return _over_no_keys(layout, x)
     tokens = P(*[None] * batch, names)
     mapped = functools.partial(
         jax.shard_map, functools.partial(_on_device, static), in_specs=(_specs(x, names, tokens),),
@@ -478,6 +483,18 @@ def _on_mesh(static, mesh, x):
     mapped = mapped(mesh=sharding.mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto)))
     out_sharding = P(*sharding.spec), P(*sharding.spec[:-1])
     return jax.sharding.auto_axes(mapped, axes=explicit, out_sharding=out_sharding)(x)
+
+
+def _over_no_keys(layout, x):
+    """The results where there is no key (or no query). XLA for CPUs crashes on empty arrays that are sharded."""
+    query, sinks, lengths = x["query"], x["sinks"], x["query_lengths"]
+    lse = jnp.full(query.shape[:-1], -jnp.inf, accumulator(query.dtype))
+    if sinks is not None:
+        lse = jnp.broadcast_to(sinks.astype(lse.dtype), lse.shape)
+    if lengths is not None:
+        row = layout.positions(query.shape[-3])[:, None]
+        lse = jnp.where(row < lengths.reshape(*query.shape[:-3], 1, 1), lse, -jnp.inf)
+    return jnp.zeros((*query.shape[:-1], x["value"].shape[-1]), query.dtype), lse
 
 
 def _specs(x, names, tokens):

@@ -420,6 +420,19 @@ def test_refused_inside_a_shard_map(options, specs, message):
         mapped(q, k, v, array)
 
 
+def test_refused_types():
+    q, k, v = cases.qkv(1, 16, 16)
+    attend = functools.partial(jattn.ring_attention, q, k, v, mesh=mesh_of(sp=2))
+    for options, message in [
+        (dict(axis="sp", window=3), r"unknown options \['window'\]: sequence-parallel ops take those of attention"),
+        (dict(axis=("sp",)), r"axis=\('sp',\) must be the name of a mesh axis, not tuple"),
+        (dict(axis="sp", layout="zigzag"), "layout='zigzag' must be a SequenceLayout, not str"),
+        (dict(axis="sp", is_causal=1), "is_causal=1 must be a Python bool, not int"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            attend(**options)
+
+
 def test_second_derivatives_are_refused_with_a_sentence():
     q, k, v = cases.qkv(1, 16, 16)
 
@@ -454,7 +467,8 @@ def test_data_sequence_and_tensor_axes(mode):
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
     kinds = {kind for kind, _ in communication.executed(program.as_text())}
     assert kinds <= {"collective-permute", "all-reduce"}, kinds
-    (_, want), wanted = jax.value_and_grad(functools.partial(loss, jattn.attention), (0, 1, 2), has_aux=True)(q, k, v)
+    alone = jax.jit(jax.value_and_grad(functools.partial(loss, jattn.attention), (0, 1, 2), has_aux=True))
+    (_, want), wanted = alone(q, k, v)
     for got, one in zip((out, *gradients), (want, *wanted), strict=True):
         np.testing.assert_allclose(layout.unshard(np.asarray(got)), one, atol=2e-5)
 
@@ -491,8 +505,11 @@ def test_small_heads_with_and_without_jit(devices):
     want = jattn.attention(q, k, v, is_causal=True)
     np.testing.assert_allclose(attend(q, k, v), want, atol=1e-6)
     np.testing.assert_allclose(jax.jit(attend)(q, k, v), want, atol=1e-6)
-    want = jax.grad(lambda *x: (jattn.attention(*x, is_causal=True) ** 2).sum(), (0, 1, 2))(q, k, v)
-    got = (jax.jit if devices == 2 else lambda f: f)(jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2)))(q, k, v)
+    wrap = jax.jit if devices == 2 else lambda f: f
+    got, want = (
+        wrap(jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), (0, 1, 2)))(q, k, v)
+        for f in (attend, functools.partial(jattn.attention, is_causal=True))
+    )
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g, w, atol=1e-5)
 
@@ -559,3 +576,34 @@ def test_a_named_implementation_never_falls_back():
         jattn.ring_attention(q, k, v, axis="sp", mesh=mesh_of(sp=2), implementation="pallas")
     with pytest.raises(NotImplementedError, match="mosaic: runs bfloat16 and float16, not float32"):
         jattn.ring_attention(q, k, v, axis="sp", mesh=mesh_of(sp=2), implementation="mosaic")
+
+
+@pytest.mark.parametrize("strategy", ["ring", "allgather", "ulysses"])
+def test_no_keys_and_no_queries(strategy):
+    """Empty rows are sinks alone, and every gradient but theirs is 0."""
+    q, k, v = cases.qkv(1, 8, 0, N=4)
+    attend = functools.partial(OPS[strategy], axis="sp", mesh=mesh_of(sp=2))
+    sinks = np.linspace(0, 1, 4, dtype=np.float32)
+
+    def loss(q, k, v, sinks):
+        out, lse = attend(q, k, v, sinks=sinks, is_causal=True, return_residual=True)
+        return out.sum() + (2 * lse).sum(), (out, lse)
+
+    gradients, (out, lse) = jax.grad(loss, range(4), has_aux=True)(q, k, v, sinks)
+    assert not out.any() and not gradients[0].any() and gradients[1].shape == k.shape
+    np.testing.assert_array_equal(lse, np.broadcast_to(sinks, (1, 8, 4)))
+    np.testing.assert_array_equal(gradients[3], np.full(4, 16.0))
+    assert attend(k, k, k).shape == k.shape[:2] + (2, 16)
+
+
+def test_an_aux_array_of_integers_has_no_gradient():
+    q, k, v = cases.qkv(1, 32, 32)
+    labels = np.arange(32, dtype=np.int32)[None, :]
+
+    def loss(attend, q):
+        mod = mods.score_mod(lambda x, b, n, t, s, a: x + (a % 3).astype(x.dtype), labels)
+        return (attend(q, k, v, score_mod=mod, is_causal=True) ** 2).sum()
+
+    ring = functools.partial(jattn.ring_attention, axis="sp", mesh=mesh_of(sp=2))
+    want, got = (jax.grad(functools.partial(loss, attend))(q) for attend in (jattn.attention, ring))
+    np.testing.assert_allclose(got, want, atol=1e-5)

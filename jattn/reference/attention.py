@@ -300,7 +300,9 @@ class Walk:
     def add_aux(self, tile, totals, updates):
         origin = self.T - 1 + self.margin
         return tuple(
-            tile.paste_add_diagonals(a, u, origin) if self._diagonal(i) else tile.paste_add(a, u)
+            a if u.dtype == jax.dtypes.float0  # of an aux of integers
+            else tile.paste_add_diagonals(a, u, origin) if self._diagonal(i)
+            else tile.paste_add(a, u)
             for i, (a, u) in enumerate(zip(totals, updates, strict=True))
         )
 
