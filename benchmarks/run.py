@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import jattn
-from benchmarks import attention, gpu, providers, record, shapes, timing, tune
+from benchmarks import attention, gpu, providers, record, sequence, shapes, timing, tune
 from benchmarks.shapes import selected
 
 # Largest allowed max|x - y| / max|y| between two implementations before any of them is timed.
@@ -102,7 +102,8 @@ def memory(arguments):
             }
 
 
-SUITES = {"cpu": cpu, "memory": memory, "attention": attention.attention, "tune": tune.tune}
+SUITES = {"cpu": cpu, "memory": memory, "attention": attention.attention, "tune": tune.tune,
+          "sequence": sequence.sequence}  # fmt: skip
 ON_GPU = ("attention", "tune")
 
 

@@ -1,7 +1,7 @@
-"""`./run bench sequence`: sequence parallelism on as many devices as there are, beside one device with the same share.
+"""`./run bench sequence`: sequence parallelism on as many devices as there are, beside `attention` on one of them.
 
 On a CPU run it as `JAX_NUM_CPU_DEVICES=8 ./run bench sequence`: the devices share the cores, so the times say what
-merging and moving cost on top of the work, and nothing about links.
+merging and moving cost on top of the work, and nothing about links. Gated by what one device computes.
 """
 
 import functools
@@ -12,7 +12,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jattn
 from benchmarks import communication, shapes, timing
-from benchmarks.run import AGREEMENT, forward_backward
 
 SHAPES = (
     shapes.Shape(1, 4096, 4096, 8, 4, 64, 64, causal=True),
@@ -21,35 +20,49 @@ SHAPES = (
 CALLS = (
     ("ring", "contiguous"), ("ring", "zigzag"), ("ring", "striped"), ("allgather", "zigzag"), ("ulysses", "contiguous"),
 )  # fmt: skip
+AGREEMENT = {"float32": 1e-5, "bfloat16": 3e-2}  # largest max|x - y| / max|y| from one device
+ALONE = ("one device", "")
 
 
-def suite(arguments):
+def forward_backward(attention, options):
+    """The compiled function of (query, key, value, dout) to (out, dquery, dkey, dvalue)."""
+
+    @jax.jit
+    def step(query, key, value, dout):
+        out, pullback = jax.vjp(functools.partial(attention, **options), query, key, value)
+        return out, *pullback(dout)
+
+    return step
+
+
+def sequence(arguments):
     """Forward and backward, wall time, with the bytes that a device sends as counted in the compiled program."""
     dtype, devices = "float32" if jax.default_backend() == "cpu" else "bfloat16", jax.device_count()
-    for shape in [s for s in SHAPES if arguments.only in str(s)]:
+    for shape in shapes.selected(SHAPES, arguments):
         inputs = shape.inputs(dtype)
         alone = forward_backward(jattn.attention, shape.options)
-        calls = {"attention on one device": functools.partial(alone, *inputs)}
+        calls = {ALONE: functools.partial(alone, *inputs)}
         sent = {}
         for strategy, kind in CALLS:
             if strategy == "ulysses" and shape.N % devices:
                 continue
-            name = f"{strategy} {kind}"
+            name = strategy, kind
             step, laid_out = parallel(strategy, kind, devices, shape, inputs)
             program = step.lower(*laid_out).compile()
             sent[name] = sum(size * n for (_, size), n in communication.executed(program.as_text()).items())
             calls[name] = functools.partial(program, *laid_out)
-            gate(name, kind, devices, calls, dtype)
+            gate(name, devices, calls, dtype)
         taken = timing.interleaved(calls, arguments.repeats)
         for name in calls:
             yield {
                 "shape": str(shape),
                 "dtype": dtype,
                 "devices": devices if name in sent else 1,
-                "implementation": name,
+                "implementation": name[0],
+                "layout": name[1].ljust(10),
                 "ms": round(taken[name] * 1e3, 2),
                 "sent_bytes": sent.get(name, 0),
-                "times_one_device": round(taken["attention on one device"] / taken[name], 2),
+                "times_one_device": round(taken[ALONE] / taken[name], 2),
             }
 
 
@@ -62,11 +75,11 @@ def parallel(strategy, kind, devices, shape, inputs):
     return forward_backward(attention, shape.options), [jax.device_put(layout.shard(x), sharding) for x in inputs]
 
 
-def gate(name, kind, devices, calls, dtype):
+def gate(name, devices, calls, dtype):
     """Raises when a strategy is not what one device computes."""
-    layout = jattn.SequenceLayout(kind, devices)
-    for got, want in zip(calls[name](), calls["attention on one device"](), strict=True):
+    layout = jattn.SequenceLayout(name[1], devices)
+    for got, want in zip(calls[name](), calls[ALONE](), strict=True):
         got, want = (np.asarray(x).astype(np.float32) for x in (layout.unshard(np.asarray(got)), want))
         off = np.abs(got - want).max() / np.abs(want).max()
         if not off <= AGREEMENT[dtype]:
-            raise SystemExit(f"{name} differs from one device by {off:.1e}; nothing was timed")
+            raise SystemExit(f"{' '.join(name)} differs from one device by {off:.1e}; nothing was timed")
