@@ -19,12 +19,16 @@ def only_on(platform: str, x, who: str):
 
 
 def _lower(context, x, *, platform, who):
-    platforms = context.module_context.platforms
+    module = context.module_context
+    platforms = module.platforms
     if tuple(platforms) != (platform,):
         raise NotImplementedError(
             f"{who} can be lowered for {platform} alone, not for {', '.join(platforms)}: export for one platform at a "
             f"time, or name an implementation that runs there"
         )
+    # What divides a kernel over devices lives in this process, and inside `shard_map` there is nothing to divide.
+    if module.lowering_parameters.for_export and getattr(module.axis_context, "num_devices", 1) > 1:
+        raise NotImplementedError(f"{who} can be exported for several devices inside jax.shard_map only")
     return [x]
 
 

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, mods
@@ -64,6 +66,14 @@ def test_a_kernel_for_several_platforms_at_once_is_refused_with_the_way_out(besi
 
 def layers(q):
     return jax.lax.scan(lambda x, _: (jax.checkpoint(named)(x), None), q, None, length=3)[0]
+
+
+def test_exports_for_several_devices_go_through_shard_map():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    q = jax.ShapeDtypeStruct(Q.shape, Q.dtype, sharding=NamedSharding(mesh, P("x")))
+    with pytest.raises(NotImplementedError, match="inside jax.shard_map only"):
+        kernels(named, "cuda", q)
+    assert kernels(jax.shard_map(named, mesh=mesh, in_specs=P("x"), out_specs=P("x")), "cuda", q) == 1
 
 
 TRANSFORMED = {
