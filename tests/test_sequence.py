@@ -420,6 +420,21 @@ def test_refused_inside_a_shard_map(options, specs, message):
         mapped(q, k, v, array)
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(axis="tp"), r"axis='tp' is not an axis of the mesh, \('sp',\)"),
+        (dict(axis="sp", layout=SequenceLayout("zigzag", 4)), "T=60 must be a multiple of 8 = 2 · 4 for a zigzag"),
+        (dict(axis="sp", layout=SequenceLayout("striped", 2)), "must have the size of mesh axis 'sp', 4"),
+    ],
+)
+def test_wrong_axes_and_lengths_inside_a_shard_map(options, message):
+    spec = P(None, "sp")
+    attend = functools.partial(jattn.ring_attention, **options)
+    with pytest.raises(ValueError, match=message):
+        jax.shard_map(attend, mesh=mesh_of(sp=4), in_specs=spec, out_specs=spec)(*cases.qkv(1, 60, 60))
+
+
 def test_refused_types():
     q, k, v = cases.qkv(1, 16, 16)
     attend = functools.partial(jattn.ring_attention, q, k, v, mesh=mesh_of(sp=2))
@@ -495,6 +510,29 @@ def test_inside_a_shard_map_over_all_axes():
     want = jax.grad(functools.partial(loss, jattn.attention), range(6))(*x)
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g, w, atol=1e-5 * max(1, np.abs(w).max()))
+
+
+def test_inside_a_shard_map_over_another_axis():
+    q, k, v = cases.qkv(2, 32, 32)
+    attend = functools.partial(jattn.ring_attention, axis="sp", is_causal=True)
+    mapped = jax.shard_map(
+        attend, mesh=mesh_of(data=2, sp=2), in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+    )
+    np.testing.assert_allclose(jax.jit(mapped)(q, k, v), jattn.attention(q, k, v, is_causal=True), atol=1e-6)
+
+
+def test_layers_in_a_scan_with_remat():
+    q, k, v = cases.qkv(1, 32, 32, N=2)
+
+    def loss(attend, q):
+        def layer(x, _):
+            return x + attend(x, k, v, is_causal=True), None
+
+        return (jax.lax.scan(jax.checkpoint(layer), q, None, length=3)[0] ** 2).sum()
+
+    ring = functools.partial(jattn.ring_attention, axis="sp", mesh=mesh_of(sp=2))
+    got, want = (jax.jit(jax.grad(functools.partial(loss, attend)))(q) for attend in (ring, jattn.attention))
+    np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 @pytest.mark.parametrize("devices", [2, 4])
