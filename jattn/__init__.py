@@ -5,7 +5,13 @@ from jattn import masks as masks
 from jattn import mods as mods
 from jattn._version import __version__ as __version__
 from jattn.attention import attention as attention
+from jattn.decode import decode_attention as decode_attention
 from jattn.explain import explain as explain
+from jattn.paged import PagedCache as PagedCache
+from jattn.paged import append as append
+from jattn.paged import copy_pages as copy_pages
+from jattn.paged import gather as gather
+from jattn.paged import paged_attention as paged_attention
 from jattn.partials import empty as empty
 from jattn.partials import merge as merge
 from jattn.quantize import Quantized as Quantized
@@ -25,18 +31,24 @@ from jattn.sequence import ulysses_attention as ulysses_attention
 __all__ = [
     "LinearScaling",
     "Llama3Scaling",
+    "PagedCache",
     "Quantized",
     "SequenceLayout",
     "allgather_attention",
+    "append",
     "attention",
+    "copy_pages",
     "debug",
+    "decode_attention",
     "dequantize",
     "empty",
     "explain",
+    "gather",
     "hybrid_attention",
     "masks",
     "merge",
     "mods",
+    "paged_attention",
     "quantize",
     "ragged_attention",
     "ring_attention",

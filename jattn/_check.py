@@ -11,7 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn import _philox, masks, mods
+from jattn._mask import parts
+from jattn._mask_rules import Blocks, Dense, Predicate, Segments
+from jattn.quantize import Quantized, storage
 
+PAGE_SIZES = (1, 16, 32, 64, 128, 256)
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -216,3 +220,64 @@ def cu_seqlens(x: Any, name: str):
     if x.ndim != 1 or x.shape[0] < 1:
         raise ValueError(f"{name} has shape {x.shape}; expected [M + 1] offsets of M sequences, starting at 0")
     return x
+
+
+def page_size(size: Any) -> int:
+    if isinstance(size, bool) or size not in PAGE_SIZES:
+        raise ValueError(f"page_size={size!r} must be one of {', '.join(map(str, PAGE_SIZES))}")
+    return int(size)
+
+
+def stored(x: Any, name: str):
+    """An array of a cache, `[.., K, H]`, or a `Quantized` one with a scale that fits."""
+    if not isinstance(x, Quantized):
+        return array(x, name)
+    values, scale = array(x.values, f"{name} values"), array(x.scale, f"{name} scale")
+    try:
+        storage(values.dtype)
+        Quantized(values, scale).per  # noqa: B018 -- raises
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
+    if scale.dtype != jnp.float32:
+        raise TypeError(f"{name} scale must be float32, not {scale.dtype}")
+    return Quantized(values, scale)
+
+
+def cached(query, key, value):
+    """Query `[.., N, H]` against what a cache holds, `[.., K, H]` and `[.., K, D]`."""
+    query = array(query, "query")
+    if str(query.dtype) not in _DTYPES:
+        raise TypeError(f"query has dtype {query.dtype}; expected one of {', '.join(_DTYPES)}")
+    for name, x in (("key", key), ("value", value)):
+        if not isinstance(x, Quantized) and x.dtype != query.dtype:
+            raise TypeError(f"{name} dtype {x.dtype} must equal query's {query.dtype}; others need a jattn.Quantized")
+    if value.shape[:-1] != key.shape[:-1]:
+        raise ValueError(f"value has shape {value.shape}; all but its last axis must equal key's {key.shape}")
+    (N, H), (K, own) = query.shape[-2:], key.shape[-2:]
+    if own != H:
+        raise ValueError(f"key head dim H={own} must equal query's H={H}")
+    if min(N, K, H, value.shape[-1]) == 0:
+        raise ValueError(f"heads and head dims must be >= 1; got N={N}, K={K}, H={H}, D={value.shape[-1]}")
+    if N % K:
+        raise ValueError(f"query heads N={N} must be a multiple of key heads K={K}")
+    return query
+
+
+def positional(mask, score_mod):
+    """Over a cache there are positions, but no columns for a mask or a modifier to have arrays for."""
+    for part in [] if mask is None else parts(mask):
+        if isinstance(part, Dense | Blocks | Segments):
+            raise NotImplementedError(
+                f"mask {part!r} is indexed by the columns of key, which a cache does not have: use masks.predicate"
+            )
+        if isinstance(part, Predicate) and any(_columns(a) for a in part.aux):
+            raise NotImplementedError(f"mask {part!r}: aux must not have rows or columns over a cache, only heads")
+    if isinstance(score_mod, mods.ScoreMod):
+        if "table" in score_mod.kinds:
+            raise NotImplementedError(f"score_mod {score_mod!r} is not implemented over a cache: use mods.score_mod")
+        if any(_columns(a) for a in score_mod.aux):
+            raise NotImplementedError(f"score_mod {score_mod!r}: aux must not have rows or columns over a cache")
+
+
+def _columns(a):
+    return any(n != 1 for n in a.shape[-2:])

@@ -7,10 +7,13 @@ An implementation is a module with
     why_not_here() -> str | None                   why it cannot run on this machine
     choose(problem, config) -> config
     forward(arrays, context, options, *, unrounded=False) -> (out, lse, rest)
+    why_not_backward(problem) -> str | None        why its backward cannot run this call
     backward(arrays, context, options, out, lse, rest, dout, dlse) -> gradients
 
 where `rest` is whatever its forward hands to its backward, and `unrounded` asks for out in the accumulator's dtype. One
-without a backward borrows the next one's in the table. A module that cannot be imported is a reason like any other.
+without a backward for the call borrows the next one's in the table. A module that cannot be imported is a reason like
+any other.
+Over a cache there are no gradients, and forward(arrays, options) -> (out, lse).
 
 `None` picks the first that can run, and where it lowers for one platform only, the next one for all others; a named one
 runs or is refused with the reason.
@@ -28,6 +31,8 @@ from jattn._problem import Options, Problem
 _TABLE = {
     "attention": {"mosaic": "jattn.pallas.attention", "xla": "jattn.reference.attention"},
     "ragged_attention": {"mosaic": "jattn.pallas.attention", "xla": "jattn.reference.attention"},
+    "decode_attention": {"xla": "jattn.reference.paged"},
+    "paged_attention": {"xla": "jattn.reference.paged"},
 }
 _BACKENDS = {"cuda": "gpu"}  # platform -> its name as a default backend, where that differs
 
@@ -93,7 +98,8 @@ def explain(problem: Problem, implementation: str | None, config) -> Explanation
             refused[name] = reason
     if chosen is None:
         return Explanation(problem, None, None, refused)
-    return Explanation(problem, chosen, module(op, chosen).choose(problem, config), refused, _with_backward(op, chosen))
+    picked = module(op, chosen).choose(problem, config)
+    return Explanation(problem, chosen, picked, refused, _with_backward(problem, chosen))
 
 
 def resolve(problem: Problem, options: Options, implementation: str | None, config) -> Options:
@@ -113,17 +119,22 @@ def resolve(problem: Problem, options: Options, implementation: str | None, conf
 
 
 def _options(problem, options, name, config):
-    pair = _with_backward(problem.op, name)
+    pair = _with_backward(problem, name)
     return dataclasses.replace(
         options, implementation=name, config=module(problem.op, name).choose(problem, config),
         backward=None if pair == name else _options(problem, options, pair, None),
     )
 
 
-def _with_backward(op, name):
-    """The first implementation from `name` on that has a backward."""
-    rest = names(op)[names(op).index(name) :]
-    return next((other for other in rest if hasattr(module(op, other), "backward")), name)
+def _with_backward(problem, name):
+    """The first implementation from `name` on whose backward runs this call."""
+    rest = names(problem.op)[names(problem.op).index(name) :]
+    return next((other for other in rest if _why_not_backward(problem, other) is None), name)
+
+
+def _why_not_backward(problem, name):
+    found = module(problem.op, name)
+    return found.why_not_backward(problem) if hasattr(found, "why_not_backward") else "has none"
 
 
 def _anywhere(problem, name):

@@ -35,6 +35,26 @@ class Context:
     origin: Any = None  # int32 [4]: batch index, head, query index, key index of the first element; None is all 0
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CacheArrays:
+    """All arrays of a call over a cache of P pages; B sequences whose block tables have W entries."""
+
+    query: Any  # [B, T, N, H], or packed [T, N, H]
+    key: Any  # [P, page, K, H], in the query's dtype, int8 or fp8
+    value: Any  # [P, page, K, D]
+    block_tables: Any  # int32 [B, W]; a contiguous cache has one page a sequence, and W = 1
+    lengths: Any  # int32 [B]: keys that exist, those of the queries included
+    cu_queries: Any = None  # int32 [B + 1] when packed
+    query_lengths: Any = None  # int32 [B] or None
+    key_scale: Any = None  # float32 [], [K], [P, page, K] or None
+    value_scale: Any = None
+    mask: Any = None  # a bound mask, without rows and columns of its own
+    scale: Any = None  # [] or None when options.scale holds it
+    aux: tuple = ()  # of the modifier, [B or 1, N or 1, 1, 1]
+    sinks: Any = None  # [N] or None
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """What is compiled in."""
@@ -74,10 +94,14 @@ class Problem:
     dropout: bool = False
     deterministic: bool = False
     sequences: int | None = None
+    traced_scale: bool = False
     stride: int = 1
     partial: bool = False  # a piece of a longer sequence, with an origin
     mask_kinds: tuple[str, ...] = ()  # classes of the masks it is made of
     operations: tuple[str, ...] = ()  # of predicates and modifier, see `Callable.operations`
+    page: int | None = None  # size of a page; S is then the capacity of a block table
+    stored: tuple[str, str] | None = None  # dtypes of keys and values in a cache
+    scales: tuple[str | None, str | None] = (None, None)  # what one of their scales belongs to, see `Quantized.per`
 
 
 def accumulator(dtype) -> jnp.dtype:

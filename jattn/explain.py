@@ -6,11 +6,18 @@ import jax
 
 from jattn import _dispatch
 from jattn.attention import prepare as prepare_attention
+from jattn.decode import prepare as prepare_decode_attention
+from jattn.paged import prepare as prepare_paged_attention
 from jattn.ragged import prepare as prepare_ragged_attention
 
 __all__ = ["explain"]
 
-_PREPARE = {"attention": prepare_attention, "ragged_attention": prepare_ragged_attention}
+_PREPARE = {
+    "attention": prepare_attention,
+    "ragged_attention": prepare_ragged_attention,
+    "decode_attention": prepare_decode_attention,
+    "paged_attention": prepare_paged_attention,
+}
 
 
 def explain(
@@ -20,7 +27,7 @@ def explain(
 
     Args:
         *args, **kwargs: the arguments of the op; arrays may be `jax.ShapeDtypeStruct`. Nothing runs.
-        op: "attention" or "ragged_attention".
+        op: "attention", "ragged_attention", "decode_attention" or "paged_attention".
         implementation, config: as in the op.
 
     Returns:
