@@ -169,6 +169,7 @@ def assemble(
         mask=None if mask is None else repr(mask), bias=None if arrays.bias is None else arrays.bias.shape,
         score_mod=None if mod is None else repr(mod), soft_cap=options.soft_cap, sinks=sinks is not None,
         dropout=threshold > 0, deterministic=options.deterministic, sequences=shape.sequences,
+        traced_scale=static_scale is None,
         mask_kinds=() if mask is None else tuple(sorted({type(m).__name__ for m in parts(mask)})),
         operations=_operations(mask, mod, accumulator(query.dtype)),
     )
@@ -235,8 +236,15 @@ def _attend_backward(options, saved, cotangents):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward(options, saved, cotangents):
+    here = functools.partial(_backward_on, options.backward or options)
+    if options.elsewhere is None or options.backward is not None:
+        return here(saved, cotangents)
+    elsewhere = functools.partial(_backward_on, options.elsewhere)
+    return lax.platform_dependent(saved, cotangents, default=elsewhere, **{_module(options).PLATFORM: here})
+
+
+def _backward_on(options, saved, cotangents):
     arrays, context, *results = saved
-    options = options.backward or options
     return _module(options).backward(arrays, context, options, *results, *cotangents)
 
 

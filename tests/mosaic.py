@@ -13,9 +13,10 @@ SMALL = configs.TileConfig(warpgroups=2, block_k=32, cross_tile=False, own_out=F
 
 
 def emulated(monkeypatch):
-    """The kernel in interpret mode, with small tiles and two thread blocks."""
-    forward = functools.partial(mosaic.forward, interpret=True, multiprocessors=2)
-    yield from _here(monkeypatch, forward=forward, choose=lambda problem, config: config or SMALL)
+    """The kernels in interpret mode, with small tiles and two thread blocks."""
+    how = dict(interpret=True, multiprocessors=2)
+    forward, backward = (functools.partial(f, **how) for f in (mosaic.forward, mosaic.backward))
+    yield from _here(monkeypatch, forward=forward, backward=backward, choose=lambda problem, config: config or SMALL)
 
 
 def replaced(monkeypatch):

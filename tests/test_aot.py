@@ -105,3 +105,22 @@ def test_plain_jax_compiles_for_a_gpu_with_constant_offsets():
         return out, pull(out)
 
     compile_for_h200(step, q, k, v, kernels=False)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("changes", [{}, dict(is_causal=True), dict(local_window_size=(512, 5))], ids=str)
+@pytest.mark.parametrize("keys", [1, 2])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 80), (40, 64)], ids=str)
+def test_backward(dims, keys, changes):
+    H, D = dims
+    q, k, v = cases.qkv(B=2, T=2100, S=2100, N=2, K=keys, H=H, D=D, dtype="bfloat16")
+    call = prepare(q, k, v, **changes)
+    assert mosaic.why_not_backward(call.problem) is None
+    leaves, structure = jax.tree.flatten((call.arrays, call.context))
+    out, lse = np.zeros((2, 2100, 2, D), q.dtype), np.zeros((2, 2100, 2), np.float32)
+
+    def backward(out, lse, *leaves):
+        return mosaic.backward(*jax.tree.unflatten(structure, leaves), call.options, out, lse, None, out, lse)
+
+    found = compile_for_h200(backward, out, lse, *leaves)
+    assert found.clean, found

@@ -76,11 +76,12 @@ INTERPRETED = {
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
-def test_interpreted(name):
-    """Race detection is on; two thread blocks walk the tiles of all heads."""
+def test_interpreted(name, capfd):
+    """Two thread blocks walk the tiles of all heads, and no access races another."""
     fields, config = INTERPRETED[name]
     case = cases.Case(**(dict(T=64, S=64, G=2, K=1, dtype="bfloat16", batch="1") | fields))
     forward_only(case, config, interpret=True, multiprocessors=2)
+    assert "RACE" not in capfd.readouterr().out
 
 
 def problem_of(**changes):

@@ -16,8 +16,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
 __all__ = [
-    "arith", "fragmented_array", "interpreting", "ir", "kernel", "llvm", "nvvm", "pl", "plgpu", "scf", "utils",
-    "vector",
+    "arith", "fragmented_array", "interpreting", "ir", "kernel", "kernel_in_place", "llvm", "nvvm", "pl", "plgpu",
+    "scf", "utils", "vector",
 ]  # fmt: skip
 
 _interpreting: contextvars.ContextVar[bool] = contextvars.ContextVar("interpreting", default=False)
@@ -84,3 +84,14 @@ def kernel(
             approx_math=approximate, unsafe_no_auto_barriers=True, reduction_scratch_bytes=reduction_scratch_bytes
         ),
     )
+
+
+def kernel_in_place(body: Callable[..., None], **how) -> Callable[..., Any]:
+    """A launchable kernel `(inputs, buffers) -> buffers` that writes over buffers instead of making its outputs:
+    `body(*inputs, *buffers, **scratch)`, and `how` as in `kernel`."""
+    launch = kernel(body, out_type=(), **how)
+
+    def run(inputs, buffers):
+        return pl.run_state(lambda refs: launch(*inputs, *refs))(tuple(buffers))
+
+    return run

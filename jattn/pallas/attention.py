@@ -4,7 +4,9 @@ The kernels are in `jattn.pallas.hopper`; here are the reasons why they cannot r
 small arrays that steer them (which key blocks a query tile visits, which thread block works on which tile).
 """
 
+import dataclasses
 import functools
+import math
 from types import SimpleNamespace
 
 import jax
@@ -15,6 +17,7 @@ from jax import lax
 from jattn._tile import Grid
 from jattn._varying import unvary, vary, varying_axes
 from jattn.pallas import configs, lowering, partition, primitives, schedule
+from jattn.pallas.hopper import attention_backward
 from jattn.pallas.hopper.attention_forward import Inputs, Plan, launch
 
 PLATFORM = "cuda"
@@ -241,6 +244,79 @@ def _packed_schedule(plan, sequences):
     return packed, jnp.where(exists, end - begin, 0)
 
 
+# --- backward ---------------------------------------------------------------------------------------------------------
+
+
+def backward(
+    arrays, context, options, out, lse, rest, dout, dlse, *, interpret=False, multiprocessors=_MULTIPROCESSORS
+):
+    """Gradients of every array in `arrays`, in their dtypes, from the cotangents of out and lse."""
+    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
+    axes = varying_axes((arrays, context, dout, delta))
+    inputs = unvary((arrays, context, (dout.astype(arrays.query.dtype), lse, delta)))
+    if 0 in (*arrays.query.shape, arrays.key.shape[1]):
+        grads = tuple(jnp.zeros_like(x) for x in (arrays.query, arrays.key, arrays.value))
+    else:
+        part = functools.partial(_backward_part, options=options, interpret=interpret, multiprocessors=multiprocessors)
+        grads = part(*inputs) if interpret else partition.divided_backward(part, *inputs)
+    dq, dk, dv = vary(grads, axes)
+    return dataclasses.replace(arrays, query=dq, key=dk, value=dv, sinks=_sink_gradient(arrays.sinks, lse, delta))
+
+
+def _sink_gradient(sinks, lse, delta):
+    """A sink is a key without a value, so its weight moves nothing but delta."""
+    if sinks is None:
+        return None
+    weight = jnp.exp(sinks.astype(jnp.float32) - jnp.where(lse == -jnp.inf, 0, lse))
+    return -jnp.sum(jnp.where(lse == -jnp.inf, 0, weight * delta), axis=(0, 1)).astype(sinks.dtype)
+
+
+def _backward_part(arrays, context, saved, options, interpret, multiprocessors):
+    """`(dq, dk, dv)` of one device's part of the batch and the heads, or of all; not empty."""
+    (B, T, N, H), (S, K), D = arrays.query.shape, arrays.key.shape[1:3], arrays.value.shape[3]
+    spec, config = lowering.lower_mask(context.mask), configs.backward_config(max(H, D))
+    plan = attention_backward.Plan(
+        B=B, T=T, S=S, N=N, K=K, H=H, D=D, dtype=arrays.query.dtype, scale=options.scale, left=spec.left,
+        right=spec.right, offset=options.query_offset if context.query_offset is None else None,
+        key_length=S if spec.key_length is None else None, config=config,
+    )
+    sequences = _sequences(plan, context, spec)
+    dout, lse, delta = saved
+    # What no one may look at can be NaN: here it meets weights of 0, which would not silence it.
+    q, dout, delta = (_existing(x, context.query_lengths) for x in (arrays.query, dout, delta))
+    k, v = (_existing(x, spec.key_length) for x in (arrays.key, arrays.value))
+    negated = jnp.where(lse == -jnp.inf, lse, lse * -math.log2(math.e))
+    inputs = attention_backward.Inputs(
+        q=q, k=k, v=v, dout=dout, lse=_by_head(plan, negated, -jnp.inf), delta=_by_head(plan, delta, 0),
+        table=_backward_table(plan, multiprocessors), sequences=sequences[:, :2],
+    )
+    dq, dk, dv = attention_backward.launch(plan, inputs, interpret=interpret)
+    return (dq * plan.scale).astype(q.dtype), dk, dv
+
+
+def _existing(x, length):
+    """`x [B, tokens, ...]` with zeros at and past each sequence's length."""
+    if length is None:
+        return x
+    token = jnp.arange(x.shape[1], dtype=jnp.int32).reshape(1, -1, *[1] * (x.ndim - 2))
+    return jnp.where(token < length.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+
+
+def _by_head(plan, x, fill):
+    """`[B, T, N]` as `[B, N, T rounded up to whole blocks]`."""
+    rows = plan.query_blocks * plan.config.block_q
+    return jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, rows - plan.T)), constant_values=fill)
+
+
+def _backward_table(plan, multiprocessors):
+    pairs, offset, length = plan.B * plan.K, plan.offset or 0, plan.S if plan.key_length is None else plan.key_length
+    ranges = (plan.block_range(i * plan.config.KEYS, offset, length) for i in range(plan.tiles))
+    costs = tuple(float(plan.group * (end - begin)) for begin, end in ranges)
+    bytes_per_pair = plan.T * plan.group * (2 * (plan.H + plan.D) + 4 * plan.H)
+    section = schedule.section_size(pairs, 1, bytes_per_pair, plan.config.section_mb << 20)
+    return jnp.asarray(schedule.table(pairs, costs, section, min(multiprocessors, pairs * plan.tiles)))
+
+
 def choose(problem, config) -> configs.TileConfig:
     """The caller's tile config, checked, or the one for the problem's class.
 
@@ -248,12 +324,10 @@ def choose(problem, config) -> configs.TileConfig:
         TypeError: a config of another implementation; ValueError: one that these head dims cannot use.
     """
     if config is None:
-        mask = problem.mask or ""
-        plain = "causal", "window(", "lengths(", "prefix("
-        bounds = all(term.startswith(plain) for term in mask.split(" & ") if term)
+        bounds = _only(problem, "Causal", "Window", "Lengths", "Prefix")
         changes = (problem.bias, problem.score_mod, problem.soft_cap)
         return configs.forward_config(
-            problem.H, problem.D, query_length=problem.T, bounded="causal" in mask or "window(" in mask,
+            problem.H, problem.D, query_length=problem.T, bounded=bool({"Causal", "Window"} & set(problem.mask_kinds)),
             key_length=problem.S, features=sum(c is not None for c in changes) + bool(problem.dropout) + (not bounds),
         )
     if not isinstance(config, configs.TileConfig):
@@ -262,6 +336,11 @@ def choose(problem, config) -> configs.TileConfig:
     if reason:
         raise ValueError(f"config={config!r} {reason}")
     return config
+
+
+def _only(problem, *kinds) -> bool:
+    """Whether the mask is a conjunction of masks of these kinds, or none."""
+    return set(problem.mask_kinds) <= {"And", *kinds}
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -284,6 +363,23 @@ def why_not(problem) -> str | None:
     if problem.partial or problem.stride != 1:
         return "pieces of a longer sequence are not implemented"
     return primitives.why_not(problem.operations)
+
+
+def why_not_backward(problem) -> str | None:
+    """The reason why the backward kernel cannot run the problem, or None."""
+    widths = [configs.padded_width(width) for width in (problem.H, problem.D)]
+    if widths not in ([64, 64], [128, 128]):
+        return f"head dims must both be up to 64, or both from 65 to 128, not H={problem.H}, D={problem.D}"
+    if not _only(problem, "Causal", "Window", "Lengths"):
+        return f"mask {problem.mask} is not implemented"
+    used = dict(
+        bias=problem.bias is not None, score_mod=problem.score_mod is not None,
+        logits_soft_cap=problem.soft_cap is not None, dropout=problem.dropout, deterministic=problem.deterministic,
+        packing=problem.sequences is not None,
+    )
+    used["a traced scale"] = problem.traced_scale
+    refused = [name for name, value in used.items() if value]
+    return f"{refused[0]} is not implemented" if refused else None
 
 
 def why_not_here() -> str | None:

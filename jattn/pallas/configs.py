@@ -85,14 +85,34 @@ class TileConfig:
         return None
 
 
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """How the backward kernel cuts the problem.
+
+    Attributes:
+        block_q: queries per step, 64 or 128.
+        section_mb: queries, their cotangents and sums of dq, in MiB, that the tiles running at one time share in L2.
+    """
+
+    block_q: int = 64
+    section_mb: int = 32
+
+    WARPGROUPS = 2
+    KEYS = 128  # of a tile: 64 a warpgroup
+
+
+def backward_config(head_dim: int) -> BackwardConfig:
+    return BackwardConfig(block_q=128 if head_dim <= 64 else 64)
+
+
 _OTHER_REGISTERS = 32  # scores, weights and accumulator of 128 registers fit 160 without spills
 
 _FULL = dict(block_k=80, cross_tile=False, own_out=False, lazy_rescale=True)
 # (capability, padded head dim, padded value dim, bounded) -> config; see docs/performance.md for the measurements.
 _MEASURED: dict[tuple, TileConfig] = {
-    ((9, 0), 64, 64, True): TileConfig(warpgroups=3),
+    ((9, 0), 64, 64, True): TileConfig(warpgroups=3, release_after=0.25),
     ((9, 0), 64, 64, False): TileConfig(warpgroups=3),
-    ((9, 0), 128, 128, True): TileConfig(release_after=0.5),
+    ((9, 0), 128, 128, True): TileConfig(release_after=0.6),
     ((9, 0), 128, 128, False): TileConfig(
         block_k=176, cross_tile=False, own_out=False, edge_turns=False, release_after=0.75
     ),
@@ -121,7 +141,7 @@ def forward_config(
         return best_legal(head_dim, value_dim, features=features, capability=capability)
     measured = _MEASURED[key]
     if measured.block_k > 128 and -(-key_length // measured.block_k) * measured.block_k > _WASTE * key_length:
-        return TileConfig()
+        return TileConfig(lazy_rescale=True, release_after=0.75)
     if measured.warpgroups == 3 and query_length < _SHORT:
         return dataclasses.replace(measured, warpgroups=2)
     return measured

@@ -41,6 +41,19 @@ def divided(forward: Callable, arrays, context):
     return _cut(part, axes, _RESULTS)(*(jnp.arange(n, dtype=jnp.int32) for n in (batch, heads)), *operands)
 
 
+def divided_backward(backward: Callable, arrays, context, saved):
+    """`(dq, dk, dv)` of `backward(arrays, context, saved)`, where `saved` holds arrays like out or lse."""
+    operands, structure = jax.tree.flatten((arrays, context, saved))
+
+    def part(*operands):
+        return backward(*jax.tree.unflatten(structure, operands))
+
+    rows = [("b", None, "n", None)[: x.ndim] for x in jax.tree.leaves(saved)]
+    axes = [*_axes(arrays, context), *rows]
+    results = tuple(_FIXED[name] for name in ("query", "key", "value"))
+    return _cut(part, axes, results)(*operands)
+
+
 def _with_own_keys(arrays, head, group):
     """Leaves out the key heads of other devices, where there are fewer key heads than devices and each holds all."""
     mine, keys = arrays.query.shape[2], arrays.key.shape[2]
@@ -111,7 +124,7 @@ def _sharding_rule(operands, results):
 
 def _partition(function, operands, results, mesh, arrays):
     """What custom_partitioning wants to know: `(mesh, function, shardings of results, shardings of operands)`."""
-    cuts = _choose(operands, arrays, mesh)
+    cuts = _choose(operands, results, arrays, mesh)
 
     def sharding(axes):
         return NamedSharding(mesh, PartitionSpec(*(cuts.get(axis) for axis in axes)))
@@ -124,7 +137,7 @@ def _partition(function, operands, results, mesh, arrays):
     return mesh, local, tuple(map(sharding, results)), tuple(map(sharding, operands))
 
 
-def _choose(operands, arrays, mesh) -> dict:
+def _choose(operands, results, arrays, mesh) -> dict:
     """letter -> the mesh axes that cut it: those of the first operand that is cut along it and divides evenly."""
     cuts, used, sizes = {}, set(), {}
     for axes, x in zip(operands, arrays, strict=True):
@@ -140,7 +153,7 @@ def _choose(operands, arrays, mesh) -> dict:
         mine, group = sizes["n"] // _devices(mesh, heads), sizes["n"] // sizes["k"]
         if mine % group == 0:
             cuts["k"] = heads
-        elif group % mine:
+        elif group % mine or results[1] == _FIXED["key"]:  # a key's gradient sums over its whole group
             del cuts["n"]
     return cuts
 

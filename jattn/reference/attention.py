@@ -52,6 +52,10 @@ def why_not_here() -> str | None:
     return None
 
 
+def why_not_backward(problem) -> str | None:
+    return None
+
+
 def choose(problem, config) -> TileConfig:
     """Tiles of 256 x 256, smaller where batch x heads is large: a score tile spans all of them and should fit a cache.
 

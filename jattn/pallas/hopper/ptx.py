@@ -60,6 +60,7 @@ class Matrix:
     columns: int
     slots_apart: int
     word: Any
+    height: int  # rows of the slabs it lies in, of which it may be a part
 
     HIGH_WORD = (_ATOM_BYTES >> 4) | (1 << 30)  # from 8 rows to the next 8; 128-byte swizzle
 
@@ -70,6 +71,22 @@ class Matrix:
         step = slabs(self.columns) * self._slab_bytes * self.slots_apart >> 4
         return dataclasses.replace(self, slot=slot, word=self.word + slot * step)
 
+    def part(self, number, *, rows: int) -> "Matrix":
+        """The `number`-th `rows` rows, a multiple of 8."""
+        cut = dataclasses.replace(self, rows=rows)
+        if interpreting():
+            ref_of = self.ref_of
+            return dataclasses.replace(cut, ref_of=lambda slot: ref_of(slot).at[:, pl.ds(number * rows, rows)])
+        return dataclasses.replace(cut, word=self.word + number * (rows * 2 * SLAB >> 4))
+
+    def slab(self, number) -> "Matrix":
+        """The 64 columns of one slab; for matrices in a single slot."""
+        cut = dataclasses.replace(self, columns=SLAB)
+        if interpreting():
+            ref_of = self.ref_of
+            return dataclasses.replace(cut, ref_of=lambda slot: ref_of(slot).at[pl.ds(number, 1)])
+        return dataclasses.replace(cut, word=self.word + number * (self._slab_bytes >> 4))
+
     def read(self) -> jax.Array:
         """All of it, in interpret mode, ordered like the asynchronous read it stands for."""
         ref = self.ref_of(self.slot)
@@ -79,7 +96,7 @@ class Matrix:
 
     @property
     def _slab_bytes(self) -> int:
-        return self.rows * SLAB * 2
+        return self.height * SLAB * 2
 
     def offsets_along_columns(self) -> list[int]:
         """Descriptor offsets of the 16-wide steps along the columns."""
@@ -95,7 +112,7 @@ def matrix(ref_of: Callable, rows: int, columns: int, *, along_rows: bool = Fals
 
     `along_rows=True`: a right operand contracted over its rows (V); else contraction is over the columns (Q, K).
     """
-    result = Matrix(ref_of, 0, rows, columns, slots_apart, None)
+    result = Matrix(ref_of, 0, rows, columns, slots_apart, None, rows)
     if interpreting():
         return result
 
@@ -108,6 +125,48 @@ def matrix(ref_of: Callable, rows: int, columns: int, *, along_rows: bool = Fals
         return scalar_array(word)
 
     return dataclasses.replace(result, word=descriptor_word(ref_of(0)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """A 16-bit matrix of 64 columns in shared memory, `[parts, slabs, 64, 64]`: 64 rows of each part, of the slab that
+    `number` says. A left operand of `wgmma_tt`."""
+
+    ref: Any
+    number: Any
+    word: Any
+
+    def read(self) -> jax.Array:
+        parts = [self.ref[i, pl.ds(self.number, 1)][0] for i in range(self.ref.shape[0])]
+        plgpu.commit_smem()
+        return jnp.concatenate(parts, axis=0)
+
+    def offsets_along_rows(self) -> list[int]:
+        parts, count, rows, _ = self.ref.shape
+        part_bytes = count * rows * 2 * SLAB
+        return [(part * part_bytes + 2 * _ATOM_BYTES * i) >> 4 for part in range(parts) for i in range(rows // 16)]
+
+
+def stack(ref, base, slot, number) -> Stack:
+    """The matrix in `ref[slot]`, `[slots, parts, slabs, 64, 64]`; `base` is the address word of slot 0 (`address`)."""
+    if interpreting():
+        return Stack(ref.at[slot], number, None)
+    _, parts, count, rows, _ = ref.shape
+    slab_words = rows * 2 * SLAB >> 4
+    return Stack(ref.at[0], number, base + (slot * (parts * count) + number) * slab_words)
+
+
+def address(ref):
+    """The low word of a matrix descriptor at the start of `ref`, or None in interpret mode."""
+    if interpreting():
+        return None
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TRANSFORMS),), return_type=scalar_type())
+    def word(_, ref):
+        start = llvm.ptrtoint(_i32(), utils.memref_ptr(ref))
+        return scalar_array(llvm.lshr(llvm.and_(start, _int(0x3FFFF)), _int(4)))
+
+    return word(ref)
 
 
 # --- wgmma ------------------------------------------------------------------------------------------------------------
@@ -147,6 +206,22 @@ def wgmma_rs(accumulator, a, b: Matrix) -> jax.Array:
     return issue(accumulator, a, b.word)
 
 
+def wgmma_tt(a: "Stack", b: Matrix, dtype) -> jax.Array:
+    """`a.T @ b` as float32 `[64, b.columns]`, in flight (`wgmma.mma_async`, both operands in shared memory)."""
+    if interpreting():
+        return lax.dot_general(a.read(), b.read(), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    @plgpu.inline_mgpu(arg_types=(SCALAR, SCALAR), return_type=_array_type(b.columns))
+    def issue(_, a_word, b_word):
+        return _mma_async(
+            n=b.columns, dtype=dtype, accumulator=None, a_word=a_word.registers[()], b_word=b_word.registers[()],
+            steps=list(zip(a.offsets_along_rows(), b.offsets_along_rows(), strict=True)), a_along_rows=True,
+            b_along_rows=True,
+        )  # fmt: skip
+
+    return issue(a.word, b.word)
+
+
 def wgmma_wait_group(pending: int, *arrays) -> tuple[jax.Array, ...]:
     """Waits until at most `pending` products are in flight; returns the arrays, now readable (`wgmma.wait_group`).
 
@@ -171,7 +246,9 @@ def wgmma_wait_group(pending: int, *arrays) -> tuple[jax.Array, ...]:
     return wait(*arrays)
 
 
-def _mma_async(*, n, dtype, accumulator, b_word, steps, b_along_rows, a_word=None, a_registers=()):
+def _mma_async(
+    *, n, dtype, accumulator, b_word, steps, b_along_rows, a_word=None, a_registers=(), a_along_rows=False
+):  # fmt: skip
     """Fence, one instruction per 16-wide step in a single block, commit. Descriptors are (word + offset, constant)."""
     count = n // 2
     operands = [*(accumulator or ()), *([a_word] if a_word is not None else a_registers), b_word]
@@ -186,7 +263,7 @@ def _mma_async(*, n, dtype, accumulator, b_word, steps, b_along_rows, a_word=Non
         text += f"add.s32 lb, ${b_operand}, {b_offset}; mov.b64 db, {{lb, {Matrix.HIGH_WORD}}};\n"
         if a_word is not None:
             text += f"add.s32 la, ${first}, {a_offset}; mov.b64 da, {{la, {Matrix.HIGH_WORD}}};\n"
-            a, transposed = "da", f"0, {int(b_along_rows)}"
+            a, transposed = "da", f"{int(a_along_rows)}, {int(b_along_rows)}"
         else:
             a, transposed = "{" + ",".join(f"${first + 4 * i + j}" for j in range(4)) + "}", f"{int(b_along_rows)}"
         scale_d = "zero" if accumulator is None and i == 0 else "keep"
@@ -437,6 +514,49 @@ def st_global(ref, start, value: jax.Array, rows) -> None:
     store(ref, *(jnp.asarray(x, jnp.int32) for x in (*start, rows)), value)
 
 
+def red_global_add(ref, start, value: jax.Array, rows) -> None:
+    """Adds the first `rows` rows of float32 `value [64, n]` to `ref [B, T, N, H]` (`red.global.add.v2.f32`).
+
+    Args:
+        ref: float32 in HBM.
+        start: (batch, row, head, column), int32 scalars; row r goes to row + r, and the column is a multiple of n.
+            Columns past H are left out.
+        rows: int32 scalar of any value.
+    """
+    columns, width = value.shape[1], ref.shape[3]
+    if interpreting():
+        batch, row, head, column = start
+        def add(r):
+            for first in range(0, width, columns):
+                mine = slice(first, min(first + columns, width))
+
+                @pl.when(column == first)
+                def _(mine=mine):
+                    ref[batch, row + r, head, mine] += value[r, : mine.stop - mine.start]
+
+        _for_rows(rows, add)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SCALAR] * 5, WGMMA))
+    def reduce(_, ref, batch, row, head, column, rows, value):
+        kind, base, words = ir.MemRefType(ref.type), utils.memref_ptr(ref), scalars(value)
+        first_row, first_column = lane_position()
+        first_column = arith.addi(column.registers[()], first_column)
+        for i in range(2):
+            index = arith.addi(first_row, _int(8 * i))
+            inside = arith.cmpi(arith.CmpIPredicate.slt, index, rows.registers[()])
+            at = _flat(kind, (batch.registers[()], arith.addi(row.registers[()], index), head.registers[()]))
+            pointer = _element_pointer(base, kind.element_type, arith.addi(at, _wide(first_column)))
+            for group in range(columns // 8):
+                here = inside
+                if width % SLAB:
+                    last = arith.cmpi(arith.CmpIPredicate.slt, first_column, _int(width - 8 * group))
+                    here = arith.andi(inside, last)
+                _where(here, "red.relaxed.gpu.global.add.v2.f32", pointer, 32 * group, words[4 * group + 2 * i :][:2])
+
+    reduce(ref, *(jnp.asarray(x, jnp.int32) for x in (*start, rows)), value)
+
+
 def st_global_rows(ref, start, value: jax.Array, rows) -> None:
     """Stores the first `rows` of `value [64]`, float32 in the ROW layout, to `ref [B, N, ·]` from `start` on, which is
     (batch, head, row)."""
@@ -474,11 +594,18 @@ def _flat(kind, indices):
 
 def _store_if(condition, pointer, offset: int, words: list) -> None:
     """One or two 32-bit words to `pointer + offset` bytes (`st.global`) where the condition holds."""
-    form, letter = ("v2.b32", "{$2, $3}") if len(words) == 2 else ("b32", "$2")
+    form = "v2.b32" if len(words) == 2 else "b32"
     words = [x if x.type == _i32() else arith.bitcast(_i32(), x) for x in words]
-    text = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.global.{form} [$0 + {offset}], {letter}; }}"
+    _where(condition, f"st.global.{form}", pointer, offset, words)
+
+
+def _where(condition, instruction: str, pointer, offset: int, words: list) -> None:
+    """An instruction on `[pointer + offset]` and one or two words, where the condition (i1) holds."""
+    listed = "{$2, $3}" if len(words) == 2 else "$2"
+    text = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p {instruction} [$0 + {offset}], {listed}; }}"
     operands = [pointer, arith.extui(_i32(), condition), *words]
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "l" + ",r" * (len(words) + 1), has_side_effects=True)
+    letters = "".join(",f" if x.type == ir.F32Type.get() else ",r" for x in words)
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "l,r" + letters, has_side_effects=True)
 
 
 def _plane(ref, batch, head):
@@ -533,6 +660,11 @@ def fma(a, b, c):
 def add(a, b):
     """`add.ftz.f32`."""
     return _instruction("add.ftz.f32 $0, $1, $2;", a, b)
+
+
+def sub(a, b):
+    """`sub.ftz.f32`."""
+    return _instruction("sub.ftz.f32 $0, $1, $2;", a, b)
 
 
 def mul(a, b):

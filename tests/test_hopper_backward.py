@@ -1,0 +1,99 @@
+"""The Hopper backward kernel, by the public op's gradients: emulated on small problems, and on the GPU."""
+
+import cases
+import jax
+import jax.numpy as jnp
+import mosaic
+import numpy as np
+import pytest
+from test_attention import check_case
+
+import jattn
+from jattn.attention import prepare
+from jattn.pallas import attention
+
+EMULATED = {
+    "one tile of keys": dict(T=65, S=127, H=64, dlse=True),
+    "head dim 128, causal": dict(T=129, S=64, H=128, is_causal=True, dlse=True),
+    "two tiles of keys, a group of three heads": dict(T=65, S=129, H=64, G=3, is_causal=True, offset="end"),
+    "window, offset, narrow heads": dict(T=129, S=255, H=40, D="less", window="40,-2", offset="-3"),
+    "lengths, poison, sinks": dict(
+        T=64, S=129, H=80, is_causal=True, key_lengths=True, query_lengths=True, offset="array", sinks=True, poison=True
+    ),
+    "float16, heavy tails": dict(T=63, S=65, H=64, dtype="float16", heavy=True, window="16,0", dlse=True),
+    "one query, one key": dict(T=1, S=1, H=64),
+    "queries that see nothing": dict(T=64, S=2, H=128, window="7", dlse=True),
+}
+
+
+def case_of(**fields):
+    return cases.Case(**(dict(T=64, S=64, G=2, K=1, dtype="bfloat16", batch="1") | fields))
+
+
+def runs(case):
+    """Whether the kernels run the whole case."""
+    call = prepare(**_arguments(case))
+    return attention.why_not(call.problem) is None and attention.why_not_backward(call.problem) is None
+
+
+def _arguments(case):
+    arguments = cases.arguments(case, cases.make_inputs(case))
+    return {name: x for name, x in arguments.items() if name != "return_residual"}
+
+
+@pytest.mark.parametrize("name", EMULATED)
+def test_emulated(name, monkeypatch):
+    case = case_of(**EMULATED[name])
+    assert runs(case)
+    for _ in mosaic.emulated(monkeypatch):
+        check_case(case)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_nothing_races_within_a_tile(width, monkeypatch, capfd):
+    """With one tile of keys no element of dq is added to twice at a time, which the emulation would call a race."""
+    case = case_of(T=200, S=128, G=1, H=width, is_causal=True)
+    for _ in mosaic.emulated(monkeypatch):
+        check_case(case)
+    assert "RACE" not in capfd.readouterr().out
+
+
+LARGER = [
+    dict(T=1000, S=1000, H=128, G=4, is_causal=True, dlse=True),
+    dict(T=1000, S=255, H=64, G=3, K=2, batch="2", window="40,-2", offset="5", heavy=True),
+    dict(T=255, S=1000, H=96, batch="1x2", key_lengths=True, query_lengths=True, is_causal=True, poison=True),
+    dict(T=1000, S=1000, H=64, dtype="float16", batch="2", window="None,3", sinks=True, dlse=True, heavy=True),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fields", [*EMULATED.values(), *LARGER], ids=str)
+def test_on_the_gpu(fields):
+    case = case_of(**fields)
+    assert jattn.explain(**_arguments(case)).backward == "mosaic"
+    check_case(case)
+
+
+RUNS = [(None, "bfloat16"), ("xla", "bfloat16"), ("xla", "float32")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width, group", [(64, 1), (128, 1), (128, 4)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_long_sequences_agree_with_plain_jax(width, group, causal):
+    q, k, v = (jnp.asarray(x) for x in cases.qkv(B=2, T=1500, S=1500, N=4, K=4 // group, H=width, dtype="bfloat16"))
+    dout = jax.random.normal(jax.random.key(1), q.shape, jnp.bfloat16)
+
+    def gradients(implementation, *dtypes):
+        operands = [x.astype(dtype) for x, dtype in zip((q, k, v, dout), dtypes, strict=True)]
+
+        def attend(q, k, v):
+            return jattn.attention(q, k, v, is_causal=causal, implementation=implementation)
+
+        return jax.jit(lambda q, k, v, dout: jax.vjp(attend, q, k, v)[1](dout))(*operands)
+
+    results = (gradients(name, *[dtype] * 4) for name, dtype in RUNS)
+    for got, plain, want in zip(*results, strict=True):
+        size = np.abs(want).max()
+        error, yardstick = (float(np.abs(x.astype(jnp.float32) - want).max() / size) for x in (got, plain))
+        assert error <= 2 * yardstick + 2 * float(jnp.finfo(jnp.bfloat16).eps)
