@@ -23,14 +23,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jattn import _dispatch
 from jattn._layout import SequenceLayout
 from jattn._mask import Mask
 from jattn._mask_rules import Dense, Predicate, Segments
 from jattn._problem import Options, accumulator
 from jattn._tile import Grid
 from jattn._varying import vary, varying_axes
-from jattn.attention import _forward
+from jattn.attention import _backward as backward_of
+from jattn.attention import _forward as forward_of
 from jattn.partials import merge
 
 
@@ -253,7 +253,7 @@ class Shard:
 
         def see(i, j, state):
             def attend(partial):
-                out, lse, _ = _forward(self.options, *self._rectangle(i, j, keys, source), unrounded=True)
+                out, lse, _ = forward_of(self.options, *self._rectangle(i, j, keys, source), unrounded=True)
                 return merge(partial, (out, lse))
 
             partial = tuple(_piece(x, i, self.rows) for x in state)
@@ -264,16 +264,14 @@ class Shard:
 
     def _see_backward(self, saved, totals, keys, source):
         """`totals` with what comes from these keys in it, and the gradients of these keys and values."""
-        options, columns = self.options.backward or self.options, self._columns(source)
-        implementation = _dispatch.module("attention", options.implementation)
+        columns = self._columns(source)
 
         def see(i, j, state):
             def attend(state):
                 query, key, value, totals = state
-                results = (_piece(x, i, self.rows) for x in saved)
-                out, lse, dout, dlse = results
-                arrays, context = self._rectangle(i, j, keys, source)
-                g = implementation.backward(arrays, context, options, out, lse, jnp.zeros_like(lse), dout, dlse)
+                out, lse, dout, dlse = (_piece(x, i, self.rows) for x in saved)
+                call = (*self._rectangle(i, j, keys, source), out, lse, jnp.zeros_like(lse))
+                g = backward_of(self.options, call, (dout, dlse))
                 return query + g.query, key + g.key, value + g.value, self._add_totals(totals, g, i, j, source)
 
             query, key, value, totals = state
