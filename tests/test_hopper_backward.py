@@ -58,7 +58,8 @@ def test_nothing_races_within_a_tile(width, monkeypatch, capfd):
     assert "RACE" not in capfd.readouterr().out
 
 
-LARGER = [
+ON_THE_GPU = [fields for name, fields in EMULATED.items() if name != "one query, one key"] + [
+    dict(T=1, S=2, H=64),  # with one key dq is 0 by cancellation, and exact on the CPU only
     dict(T=1000, S=1000, H=128, G=4, is_causal=True, dlse=True),
     dict(T=1000, S=255, H=64, G=3, K=2, batch="2", window="40,-2", offset="5", heavy=True),
     dict(T=255, S=1000, H=96, batch="1x2", key_lengths=True, query_lengths=True, is_causal=True, poison=True),
@@ -67,7 +68,7 @@ LARGER = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fields", [*EMULATED.values(), *LARGER], ids=str)
+@pytest.mark.parametrize("fields", ON_THE_GPU, ids=str)
 def test_on_the_gpu(fields):
     case = case_of(**fields)
     assert jattn.explain(**_arguments(case)).backward == "mosaic"
