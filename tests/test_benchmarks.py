@@ -269,7 +269,8 @@ def test_tables_between_markers():
 
 
 def test_the_picture_of_the_attention_suite(monkeypatch, tmp_path):
-    plots = pytest.importorskip("benchmarks.plots")
+    from benchmarks import plots
+
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     feature = row_of(cases.FEATURES[0], causal=0.4, full=0.2)
     record.append(tmp_path / "attention.csv", [row_of(cases.GRID[0], fa3=0.99), feature])
