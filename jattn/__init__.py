@@ -12,6 +12,8 @@ from jattn.paged import append as append
 from jattn.paged import copy_pages as copy_pages
 from jattn.paged import gather as gather
 from jattn.paged import paged_attention as paged_attention
+from jattn.pages import OutOfPages as OutOfPages
+from jattn.pages import PageAllocator as PageAllocator
 from jattn.partials import empty as empty
 from jattn.partials import merge as merge
 from jattn.quantize import Quantized as Quantized
@@ -31,6 +33,8 @@ from jattn.sequence import ulysses_attention as ulysses_attention
 __all__ = [
     "LinearScaling",
     "Llama3Scaling",
+    "OutOfPages",
+    "PageAllocator",
     "PagedCache",
     "Quantized",
     "SequenceLayout",
