@@ -65,13 +65,14 @@ def draw(suite):
     """Draws the suite's latest rows on the device of the last one; returns the path of the picture."""
     rows = record.load(record.RESULTS / f"{suite}.csv")
     last = rows[-1]
-    panels = DRAWINGS[suite]
+    panels = [panel for panel in DRAWINGS[suite] if panel is not feature_cost or any(r["times_full"] for r in rows)]
     figure, _ = plt.subplots(1, len(panels), figsize=(7 * len(panels), 4 * len(panels)), layout="constrained")
     mine = record.latest([row for row in rows if row["device"] == last["device"]])
     for panel, place in zip(panels, figure.axes, strict=True):
         panel(mine, place)
         place.set_title(f"{last['device']}, jax {last['jax']}, {last['date']}", fontsize="small")
-        place.legend(fontsize="small", framealpha=1)
+        if place.get_legend_handles_labels()[0]:
+            place.legend(fontsize="small", framealpha=1)
     path = record.RESULTS / f"{suite}.png"
     figure.savefig(path, dpi=150)
     return path
