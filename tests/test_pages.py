@@ -164,7 +164,8 @@ class Model(RuleBasedStateMachine):
 
 TestModel = Model.TestCase
 TestModel.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
+    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True, database=None,
+    suppress_health_check=list(HealthCheck),
 )
 
 
