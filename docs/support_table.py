@@ -32,6 +32,21 @@ def ragged(**options):
     return ask("ragged_attention", *[Array((4096, 8, 128), "bfloat16")] * 3, Array((9,), "int32"), **options)
 
 
+def decode(stored="bfloat16", **options):
+    """One query for each of 2 sequences, against contiguous caches of 1024."""
+    cache = Array((2, 1024, 8, 128), stored)
+    if stored != "bfloat16":
+        cache = jattn.Quantized(cache, Array((2, 1024, 8), "float32"))
+    return ask("decode_attention", Array((2, 1, 8, 128), "bfloat16"), cache, cache, Array((2,), "int32"), **options)
+
+
+def paged(*packed, query=(2, 1, 8, 128), **options):
+    """2 sequences in a pool of 128 pages of 16."""
+    pages, tables, lengths = Array((128, 16, 8, 128), "bfloat16"), Array((2, 64), "int32"), Array((2,), "int32")
+    cache = jattn.PagedCache(pages, pages, tables, lengths)
+    return ask("paged_attention", Array(query, "bfloat16"), cache, *packed, **options)
+
+
 def gain(score, b, n, t, s, value):
     return score * value
 
@@ -69,6 +84,12 @@ def rows():
     yield "deterministic=True", attention(deterministic=True)
     yield "`ragged_attention`", ragged()
     yield "`ragged_attention`, causal", ragged(is_causal=True)
+    yield "`decode_attention`", decode()
+    yield "`decode_attention`, int8 cache", decode("int8")
+    yield "`decode_attention`, fp8 cache", decode("float8_e4m3fn")
+    yield "`paged_attention`", paged()
+    yield "`paged_attention`, packed chunks", paged(Array((3,), "int32"), query=(600, 8, 128))
+    yield "`paged_attention`, tree", paged(query=(2, 8, 8, 128), mask=masks.tree([-1, 0, 0, 1, 1, 2, 2, 3]))
 
 
 def table():

@@ -23,10 +23,12 @@ import numpy as np
 from jattn._mask_rules import Lengths
 from jattn.attention import attention
 from jattn.attention import prepare as prepare_attention
+from jattn.paged import PagedCache
+from jattn.paged import checked as checked_cache
 from jattn.ragged import prepare as prepare_ragged_attention
 from jattn.ragged import ragged_attention
 
-__all__ = ["check_cu_seqlens", "check_finite", "check_lengths", "check_parents", "checked"]
+__all__ = ["check_cache", "check_cu_seqlens", "check_finite", "check_lengths", "check_parents", "checked"]
 
 
 def check_lengths(lengths, capacity, name: str = "lengths"):
@@ -62,6 +64,29 @@ def check_cu_seqlens(cu_seqlens, total, used=None, name: str = "cu_seqlens"):
         >>> jattn.debug.check_cu_seqlens(cu_seqlens, q.shape[0])
     """
     _now(_packing(cu_seqlens, total, used, name, f"used lengths of {name}"))
+
+
+def check_cache(cache: PagedCache, new=0):
+    """Lengths must be in [0, capacity], and every page in use must exist. Other table entries may hold anything.
+
+    Args:
+        cache: a `PagedCache`.
+        new: int or int `[B]`: tokens of each sequence that `append` is about to write. They need room and pages too.
+
+    Raises:
+        ValueError: a length or a page id is out of range (under `jit`: see the module).
+
+    Example:
+        >>> jattn.debug.check_cache(cache, new=1)
+        >>> cache = jattn.append(cache, k, v)
+    """
+    cache = checked_cache(cache)
+    new = jnp.asarray(new, jnp.int32)
+    _now([
+        (_lengths, (cache.lengths, cache.capacity), "lengths"),
+        (_lengths, (cache.lengths + new, cache.capacity), "lengths with new tokens"),
+        (_tables, (cache.block_tables, cache.lengths + new, cache.page_size, cache.num_pages), "block_tables"),
+    ])
 
 
 def check_finite(x, name: str = "x"):
@@ -224,6 +249,14 @@ def _lengths(lengths, capacity, name):
     if wrong.any():
         i = _first(wrong)
         raise ValueError(f"{name}{_at(i)}={lengths[i]} must be in [0, {np.broadcast_to(capacity, lengths.shape)[i]}]")
+
+
+def _tables(tables, lengths, page_size, num_pages, name):
+    used = np.arange(tables.shape[1]) * page_size < lengths[:, None]
+    wrong = used & ((tables < 0) | (tables >= num_pages))
+    if wrong.any():
+        i = _first(wrong)
+        raise ValueError(f"{name}{_at(i)}={tables[i]} must be in [0, {num_pages})")
 
 
 def _used(used, cu_seqlens, name):

@@ -25,15 +25,16 @@ attend = jax.jit(functools.partial(paged_attention, return_residual=True), stati
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("page_size, dtype", [(1, "float32"), (16, "bfloat16"), (256, "float16")])
-def test_pages_in_any_order_are_the_contiguous_cache(page_size, dtype):
+@pytest.mark.parametrize("dtype, sizes", [("float32", (1, 64)), ("bfloat16", (16, 128)), ("float16", (32, 256))])
+def test_pages_in_any_order_are_the_contiguous_cache(dtype, sizes):
     """NaN in every unused slot and page, junk in every unused entry, another order of pages each time."""
     q, k, v = draw(4, 2, dtype=dtype)
     want = decode_attention(q, k, v, LENGTHS, return_residual=True)
     hold(want, problem(q, k, v, LENGTHS))
-    for seed in (0, 1):
-        cache = paged(k, v, LENGTHS, page_size, seed=seed)
+    for page_size in sizes:
+        cache = paged(k, v, LENGTHS, page_size, seed=page_size)
         equal(attend(q, cache), want)
+        equal(attend(q, paged(k, v, LENGTHS, page_size, seed=7)), want)
     equal(decode_attention(q, *gather(cache), cache.lengths, return_residual=True), want)
 
 
@@ -413,6 +414,33 @@ def test_nothing_at_all():
         out = paged_attention(q[:sequences], cache)
         assert out.shape == (sequences, 1, 4, 16) and not np.any(out)
         assert gather(cache)[0].shape == (sequences, width * 16, 2, 16)
+
+
+@pytest.mark.parametrize(
+    "lengths, tables, new, words",
+    [
+        ([300, -1], None, 0, r"lengths\[1\]=-1 must be in \[0, 304\]"),
+        ([305, 40], None, 0, r"lengths\[0\]=305 must be in \[0, 304\]"),
+        ([300, 40], None, [5, 1], r"lengths with new tokens\[0\]=305 must be in \[0, 304\]"),
+        (None, (1, 2, 9999), 0, r"block_tables\[1, 2\]=9999 must be in \[0, 27\)"),
+        (None, (1, 2, -1), 0, r"block_tables\[1, 2\]=-1 must be in \[0, 27\)"),
+        (None, (1, 3, -1), [0, 9], r"block_tables\[1, 3\]=-1 must be in \[0, 27\)"),
+    ],
+)
+def test_checks_turn_data_faults_into_errors(lengths, tables, new, words):
+    _, k, v = draw(2, 1)
+    cache = paged(k, v, [300, 40])
+    jattn.debug.check_cache(cache)  # with junk where nothing is
+    jattn.debug.check_cache(cache, new=[4, 8])
+    if lengths:
+        cache = replace(cache, lengths=jnp.int32(lengths))
+    if tables:
+        cache = replace(cache, block_tables=cache.block_tables.at[tables[:2]].set(tables[2]))
+    with pytest.raises(ValueError, match=words):
+        jattn.debug.check_cache(cache, new=new)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+        jax.jit(lambda c: jattn.debug.check_cache(c, new=jnp.asarray(new, jnp.int32)))(cache)
+        jax.effects_barrier()
 
 
 Q, KEY, VALUE = draw(2, 2)
