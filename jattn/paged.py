@@ -133,7 +133,7 @@ def append(cache: PagedCache, key, value, cu_seqlens=None, *, seq_lengths=None) 
         pages.append((old, new.reshape(-1, *new.shape[-2:])))
     if 0 in (cache.capacity, cache.num_pages, *sequence.shape, *counts.shape):
         return cache
-    before = jnp.clip(cache.lengths, 0, cache.capacity)
+    before = jnp.clip(cache.lengths.astype(jnp.int32), 0, cache.capacity)
     position = before[sequence] + index
     column = jnp.minimum(position // cache.page_size, cache.block_tables.shape[1] - 1)
     page = cache.block_tables[sequence, column].astype(jnp.int32)
@@ -195,7 +195,7 @@ def gather(cache: PagedCache):
     cache = checked(cache)
     B, S = cache.block_tables.shape[0], cache.capacity
     exists = jnp.arange(S, dtype=jnp.int32) < cache.lengths.astype(jnp.int32)[:, None]
-    tables = jnp.clip(cache.block_tables, 0, max(cache.num_pages - 1, 0))
+    tables = jnp.clip(cache.block_tables.astype(jnp.int32), 0, max(cache.num_pages - 1, 0))
 
     def take(pages):
         if pages.ndim < 3:
@@ -285,7 +285,8 @@ def prepare(query, cache, cu_seqlens_q=None, mask=None, *, query_seq_lengths=Non
     T, N, _ = query.shape[-3:]
     batch, sequences = ((B,), None) if cu_queries is None else ((), B)
     return assemble(
-        "paged_attention", query, cache.key_pages, cache.value_pages, cache.block_tables, cache.lengths,
+        "paged_attention", query, cache.key_pages, cache.value_pages, cache.block_tables.astype(jnp.int32),
+        cache.lengths.astype(jnp.int32),
         Shape(batch, N, T, cache.capacity, sequences), mask=mask, cu_queries=cu_queries,
         query_lengths=_check.lengths(query_seq_lengths, "query_seq_lengths", (B,), T), **options,
     )
@@ -390,7 +391,7 @@ def checked(cache: PagedCache) -> PagedCache:
             raise ValueError(f"{name} has shape {x.shape}; expected {axes}")
     if tables.shape[:1] != lengths.shape:
         raise ValueError(f"lengths has shape {lengths.shape}; block_tables has {tables.shape[0]} rows")
-    return PagedCache(key, value, tables.astype(jnp.int32), lengths.astype(jnp.int32))
+    return PagedCache(key, value, tables, lengths)
 
 
 def _new_tokens(cache, key, cu_seqlens, seq_lengths):

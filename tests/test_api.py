@@ -10,7 +10,10 @@ from cases import qkv
 import jattn
 
 pytestmark = pytest.mark.quick
-OPS = ("attention", "ragged_attention", "merge", "empty", "rope", "explain")
+OPS = (
+    "attention", "ragged_attention", "decode_attention", "paged_attention", "append", "copy_pages", "gather",
+    "quantize", "dequantize", "merge", "empty", "rope", "explain",
+)  # fmt: skip
 
 
 def test_attention_takes_what_jax_nn_takes():
@@ -74,7 +77,7 @@ def test_docstrings_say_shapes_errors_an_example_and_a_source(name):
     doc = inspect.getdoc(getattr(jattn, name))
     assert "[" in doc or name == "explain", "shapes"
     assert ">>>" in doc or "Example" in doc
-    if name in ("attention", "ragged_attention"):
+    if name.endswith("attention"):
         for word in ("Args:", "Returns:", "Raises:", "Source", "lse", "dtype"):
             assert word in doc, word
 

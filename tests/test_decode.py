@@ -232,6 +232,15 @@ def test_shard_map_with_varying_axes_checked():
     np.testing.assert_array_equal(jax.jit(attend)(q, k, v, LENGTHS), decode_attention(q, k, v, LENGTHS))
 
 
+def test_export_with_symbolic_batch_and_for_other_platforms():
+    q, k, v = draw(4, 1)
+    (b,) = jax.export.symbolic_shape("b")
+    shapes = [jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in (q, k, v, LENGTHS)]
+    exported = jax.export.export(jax.jit(decode_attention), platforms=("cpu", "cuda", "tpu"))(*shapes)
+    np.testing.assert_array_equal(exported.call(q, k, v, LENGTHS), decode_attention(q, k, v, LENGTHS))
+    assert jax.eval_shape(decode_attention, q, k, v, LENGTHS).shape == q.shape
+
+
 def test_no_derivatives():
     q, k, v = draw(1, 1, 9)
     with pytest.raises(NotImplementedError, match="decode_attention has no derivatives: jattn.attention has"):

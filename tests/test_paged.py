@@ -353,6 +353,22 @@ def test_a_decode_loop_is_one_scan():
     hold([np.swapaxes(x[:, :, 0], 0, 1) for x in (out, lse)], problem(q, k, v, [40, 40, 40]))
 
 
+def test_64_bit_tables_and_lengths():
+    q, k, v = draw(2, 3)
+    n = np.array([300, 40])
+    with jax.enable_x64(True):
+        cache = paged(k, v, n)
+        cache = replace(cache, block_tables=cache.block_tables.astype(np.int64), lengths=jnp.asarray(n))
+        short = replace(cache, lengths=cache.lengths - 1)
+        grown = append(short, *(np.stack([x[0, 299:], x[1, 39:40]]) for x in (k, v)))
+        assert grown.lengths.dtype == grown.block_tables.dtype == np.int64
+        hold(attend(q, grown), problem(q, k, v, n))
+        hold([x.reshape(2, 3, *x.shape[1:]) for x in attend(q.reshape(6, 4, 16), grown, np.array([0, 3, 6]))],
+             problem(q, k, v, n))  # fmt: skip
+        copied = copy_pages(grown, np.array([1]), np.array([2]))
+        assert gather(copied)[0].shape == (2, 304, 2, 16)
+
+
 def test_layers_may_be_stacked():
     """Caches of several layers in one pytree, one scan over them; vmap over caches."""
     q, k, v = draw(2, 1)

@@ -289,6 +289,96 @@ def test_pages_serve_a_cache():
     np.testing.assert_array_equal(got, want)
 
 
+class Server:
+    """Continuous batching in four slots: prompts in chunks of 8 beside decoding, with whatever pages there are."""
+
+    def __init__(self, pages):
+        self.allocator, self.slots = PageAllocator(pages, 16), [None] * 4
+        self.cache = jattn.PagedCache.zeros(pages, 16, 2, 8, sequences=4, pages_per_sequence=4)
+
+    def admit(self, prompt):
+        slot, pages = self.slots.index(None), self.allocator.match(prompt)
+        self.slots[slot] = request = dict(tokens=list(prompt), pages=pages, cached=16 * len(pages), results=[])
+        return request
+
+    def step(self):
+        rows, counts, lengths = np.zeros((4, 8), np.int32), np.zeros(4, np.int32), np.zeros(4, np.int32)
+        tables = np.full((4, 4), -1, np.int32)
+        for slot, r in enumerate(self.slots):
+            if r is None:
+                continue
+            n = min(8, len(r["tokens"]) - r["cached"])
+            try:
+                r["pages"] += self.allocator.allocate(-(-(r["cached"] + n) // 16) - len(r["pages"]))
+            except OutOfPages:
+                continue
+            rows[slot, :n], counts[slot], lengths[slot] = r["tokens"][r["cached"] :][:n], n, r["cached"]
+            tables[slot, : len(r["pages"])] = r["pages"]
+        self.cache = jattn.PagedCache(self.cache.key_pages, self.cache.value_pages, tables, lengths)
+        self.cache, self.last = serve(self.cache, rows, counts)
+        for slot, r in enumerate(self.slots):
+            if r is None:
+                continue
+            r["cached"] += int(counts[slot])
+            self.allocator.publish(r["tokens"][: r["cached"]], r["pages"])
+            if counts[slot] and r["cached"] == len(r["tokens"]):
+                result = np.asarray(self.last[slot, counts[slot] - 1])
+                r["results"].append(result)
+                r["tokens"].append(int(result.ravel().argmax()) % 16)
+
+    def finish(self, request):
+        """Now, though the last step may still read its pages."""
+        self.slots = [None if r is request else r for r in self.slots]
+        self.allocator.release(request["pages"], after=self.last)
+
+
+EMBEDDING = np.random.default_rng(1).standard_normal((3, 16, 4, 8)).astype(np.float32)
+
+
+@jax.jit
+def serve(cache, tokens, counts):
+    """One attention layer over embedded tokens."""
+    q, k, v = (jnp.asarray(x)[tokens] for x in EMBEDDING)
+    cache = jattn.append(cache, k[:, :, :2], v[:, :, :2], seq_lengths=counts)
+    return cache, jattn.paged_attention(q, cache, query_seq_lengths=counts)
+
+
+def test_requests_get_what_they_get_alone():
+    """Shared prefixes, chunks, too few pages, eviction and cancellation: every result is the lone one bit for bit."""
+    rng = np.random.default_rng(2)
+    system = rng.integers(0, 16, 20).tolist()
+    prompts = [(system if i % 3 else []) + rng.integers(0, 16, rng.integers(1, 25)).tolist() for i in range(10)]
+
+    def alone(prompt, count):
+        server = Server(8)
+        request = server.admit(prompt)
+        while len(request["results"]) < count:
+            server.step()
+        return request
+
+    server, waiting, running, done = Server(9), list(range(10)), {}, {}
+    for _ in range(300):
+        while waiting and None in server.slots and server.allocator.available >= 3:
+            i = waiting.pop(0)
+            running[i] = server.admit(prompts[i])
+        server.step()
+        for i, request in list(running.items()):
+            stalled = len(running) > 1 and not server.allocator.available and rng.random() < 0.2
+            if len(request["results"]) >= 4 + i % 3 or stalled:  # finished, or cancelled to make room
+                done[i] = running.pop(i)
+                server.finish(request)
+        if len(done) == 10:
+            break
+    assert len(done) == 10 and server.allocator.hits > 0
+    assert server.allocator.collect(wait=True) == 0 and server.allocator.used == 0
+    for i, request in done.items():
+        want = alone(prompts[i], len(request["results"]))
+        assert request["tokens"] == want["tokens"][: len(request["tokens"])]
+        for x, y in zip(request["results"], want["results"], strict=False):
+            np.testing.assert_array_equal(x, y)
+    assert sum(len(request["results"]) for request in done.values()) > 30
+
+
 @pytest.mark.parametrize(
     "call, error, words",
     [

@@ -79,7 +79,7 @@ class Walk(attention.Walk):
         self.T, self.B = self.query.shape[0], 1
         self.P, self.page_size, self.K, _ = arrays.key.shape
         self.D = arrays.value.shape[-1]
-        self.S = 0 if self.P == 0 else arrays.block_tables.shape[1] * self.page_size
+        self.S = 0 if _none(self.P) else arrays.block_tables.shape[1] * self.page_size
         self.block_q, self.block_k = options.config.block_q, options.config.block_k
         self.dtype = accumulator(arrays.query.dtype)
         self.precision = lax.Precision.HIGHEST if arrays.query.dtype == self.dtype else None
@@ -93,7 +93,7 @@ class Walk(attention.Walk):
         """First row and number of queries of each sequence, int32 `[B]` each, inside the array whatever was given."""
         B, cu = self.arrays.block_tables.shape[0], self.arrays.cu_queries
         if cu is None:
-            length = self.T // B if B else 0
+            length = self.arrays.query.shape[1]
             start, queries = jnp.arange(B, dtype=jnp.int32) * length, jnp.full((B,), length, jnp.int32)
         else:
             cu = jnp.clip(cu, 0, self.T)
@@ -103,12 +103,12 @@ class Walk(attention.Walk):
         return start, queries
 
     def over_strips(self, body, state):
-        if self.T == 0 or self.start.shape == (0,):
+        if _none(self.T) or _none(self.start.shape[0]):
             return state
         ends = jnp.cumsum(-(-self.queries // self.block_q), dtype=jnp.int32)
 
         def step(r, state):
-            sequence = jnp.searchsorted(ends, r, side="right").astype(jnp.int32)
+            sequence = jnp.sum(ends <= r, dtype=jnp.int32)  # a search would need a batch size that is not symbolic
             before = jnp.where(sequence == 0, 0, ends[sequence - 1])
             one = self.of(sequence)
             return body(one, one.strip((r - before) * self.block_q), state)
@@ -119,7 +119,7 @@ class Walk(attention.Walk):
         """This walk with every per-sequence array cut to one sequence."""
 
         def pick(x):
-            return lax.dynamic_slice_in_dim(x, sequence, 1) if x.shape[0] != 1 else x
+            return lax.dynamic_slice_in_dim(x, sequence, 1)  # clamps: of one row, that row
 
         one = copy.copy(self)
         one.sequence, one.table = sequence, self.arrays.block_tables[sequence]
@@ -199,3 +199,8 @@ class Walk(attention.Walk):
             return x
         grouped = x.reshape(1, self.K, self.N // self.K, *x.shape[2:])
         return (grouped * scale[:, :, None, None, :]).reshape(x.shape)
+
+
+def _none(size):
+    """Whether a dimension is 0; one of an exported program may be symbolic, and then is not."""
+    return isinstance(size, int) and size == 0
