@@ -98,7 +98,7 @@ class PagedCache:
         return self.block_tables.shape[1] * self.page_size
 
 
-def append(cache: PagedCache, key, value, cu_seqlens=None, *, seq_lengths=None) -> PagedCache:
+def append(cache: PagedCache, key, value, cu_seqlens=None, *, seq_lengths=None, rotate=None) -> PagedCache:
     """Writes new tokens behind each sequence, into the pages that its block table names.
 
     A quantised cache rounds them, by scales of their own or by those it has. Donate the cache to have it updated in
@@ -110,13 +110,15 @@ def append(cache: PagedCache, key, value, cu_seqlens=None, *, seq_lengths=None) 
         value: `[B, T, K, D]`, or packed `[T, K, D]`.
         cu_seqlens: int `[B + 1]`, offsets of each sequence's new tokens when packed.
         seq_lengths: int `[B]`: how many of the T tokens of each sequence are new ones; the rest may hold anything.
+        rotate: called as `rotate(key, positions)`, with the positions int32 `[B, T]` or packed `[T]` of the new tokens
+            in their sequences, for the keys to write: `jattn.rope`, or a `functools.partial` of it.
 
     Returns:
         The cache with its tokens and lengths. Tokens past the capacity are not written, and the length stays there:
         `jattn.debug.check_lengths(cache.lengths + new, cache.capacity)` finds them.
 
     Raises:
-        ValueError, TypeError: shapes and dtypes that do not fit together.
+        ValueError, TypeError: shapes and dtypes that do not fit together, those that `rotate` returns included.
 
     Example:
         >>> cache = jattn.append(cache, k, v)  # k, v [B, T, K, H]: T new tokens a sequence
@@ -124,22 +126,22 @@ def append(cache: PagedCache, key, value, cu_seqlens=None, *, seq_lengths=None) 
     cache = checked(cache)
     key, value = _check.array(key, "key"), _check.array(value, "value")
     sequence, index, counts = _new_tokens(cache, key, cu_seqlens, seq_lengths)
-    pages = []
     for name, new, old in (("key", key, cache.key_pages), ("value", value, cache.value_pages)):
-        if new.shape[:-3] != key.shape[:-3] or new.shape[-3:] != (key.shape[-3], *old.shape[2:]):
+        if new.shape != (*key.shape[:-2], *old.shape[2:]):
             raise ValueError(f"{name} has shape {new.shape}; expected {(*key.shape[:-2], *old.shape[2:])}")
         if not isinstance(old, Quantized) and new.dtype != old.dtype:
             raise TypeError(f"{name} dtype {new.dtype} must equal that of its pages, {old.dtype}")
-        pages.append((old, new.reshape(-1, *new.shape[-2:])))
     if 0 in (cache.capacity, cache.num_pages, *sequence.shape, *counts.shape):
         return cache
     before = jnp.clip(cache.lengths.astype(jnp.int32), 0, cache.capacity)
     position = before[sequence] + index
+    if rotate is not None:
+        key = _rotated(rotate, key, position.reshape(key.shape[:-2]))
     column = jnp.minimum(position // cache.page_size, cache.block_tables.shape[1] - 1)
     page = cache.block_tables[sequence, column].astype(jnp.int32)
     written = (index < counts[sequence]) & (position < cache.capacity) & (page >= 0)
     at = jnp.where(written, page, cache.num_pages), position % cache.page_size
-    key_pages, value_pages = (_write(old, new, at) for old, new in pages)
+    key_pages, value_pages = (_write(*x, at) for x in ((cache.key_pages, key), (cache.value_pages, value)))
     lengths = jnp.minimum(before + counts, cache.capacity).astype(cache.lengths.dtype)
     return dataclasses.replace(cache, key_pages=key_pages, value_pages=value_pages, lengths=lengths)
 
@@ -422,8 +424,16 @@ def _new_tokens(cache, key, cu_seqlens, seq_lengths):
     return sequence, index, counts
 
 
+def _rotated(rotate, key, positions):
+    new = rotate(key, positions)
+    if new.shape != key.shape or new.dtype != key.dtype:
+        raise ValueError(f"rotate returned {new.dtype}{list(new.shape)}; key is {key.dtype}{list(key.shape)}")
+    return new
+
+
 def _write(pages, new, at):
-    """`pages` with the rows `new` at (page, slot), those of a page past the end left out."""
+    """`pages` with the tokens of `new` at (page, slot), those of a page past the end left out."""
+    new = new.reshape(-1, *new.shape[-2:])
     if not isinstance(pages, Quantized):
         return pages.at[at].set(new, mode="drop")
     new = quantize(new, pages.dtype, scale=None if pages.per == "token" else pages.scale)

@@ -266,29 +266,6 @@ def test_a_deferred_release_whose_array_fails_is_not_lost():
     assert allocator.owners(0) == 2 and len(allocator._deferred) == 2
 
 
-def test_pages_serve_a_cache():
-    """Two prompts with a common beginning, through the device: the second computes only its own end."""
-    rng = np.random.default_rng(0)
-    allocator = PageAllocator(8, 16)
-    k = rng.standard_normal((1, 40, 2, 16)).astype(np.float32)
-    cache = jattn.PagedCache.zeros(8, 16, 2, 16, sequences=1, pages_per_sequence=3)
-    q = rng.standard_normal((1, 1, 2, 16)).astype(np.float32)
-
-    def run(tokens, start, pages):
-        own = jattn.PagedCache(cache.key_pages, cache.value_pages, np.array([pages]), np.int32([start]))
-        new = k[:, start : len(tokens)]
-        own = jattn.append(own, new, new)
-        return own, jattn.paged_attention(q, own)
-
-    first = allocator.allocate(3)
-    cache, want = run(range(40), 0, first)
-    allocator.publish(range(40), first)
-    second = allocator.match(range(40))
-    assert second == first[:2]
-    cache, got = run(range(40), 32, second + allocator.allocate(1))
-    np.testing.assert_array_equal(got, want)
-
-
 class Server:
     """Continuous batching in four slots: prompts in chunks of 8 beside decoding, with whatever pages there are."""
 
