@@ -7,7 +7,7 @@ import pytest
 
 from jattn import _philox
 from jattn.pallas._compat import kernel, pl, plgpu
-from jattn.pallas.hopper import dropout, ptx, softmax
+from jattn.pallas.hopper import dropout, memory, ptx, softmax
 
 HOW = [pytest.param(True, id="interpreted"), pytest.param(False, id="gpu", marks=pytest.mark.gpu)]
 BF16 = jnp.bfloat16
@@ -90,9 +90,9 @@ def test_stmatrix_and_zeroed_rows(interpret, width):
         eye = jnp.where(rows == columns, 1.0, 0.0).astype(BF16)
         o = plgpu.layout_cast(jnp.zeros((64, width), jnp.float32), ptx.WGMMA)
         (o,) = ptx.wgmma_wait_group(0, ptx.wgmma_rs(o, eye, a))
-        ptx.stmatrix(o.astype(BF16), staged.at[0])
+        memory.stmatrix(o.astype(BF16), staged.at[0])
         plgpu.commit_smem()
-        ptx.st_shared_zero_rows(staged.at[0], jnp.int32(50))
+        memory.st_shared_zero_rows(staged.at[0], jnp.int32(50))
         plgpu.commit_smem()
         for i in range(ptx.slabs(width)):
             plgpu.copy_smem_to_gmem(staged.at[0, i], out.at[:, slab(i)])
@@ -114,7 +114,7 @@ def test_ld_global(interpret, shape, dtype):
     kind = jnp.int32 if dtype == jnp.int8 else jnp.float32
 
     def body(x, out):
-        store(out, ptx.ld_global(x, jnp.int32(1), jnp.int32(2), jnp.int32(20), jnp.int32(30), 16))
+        store(out, memory.ld_global(x, jnp.int32(1), jnp.int32(2), jnp.int32(20), jnp.int32(30), 16))
 
     out = run(body, (jax.ShapeDtypeStruct((64, 16), kind),), (x,), interpret)[0]
     plane = np.asarray(x, np.float64)[min(1, shape[0] - 1), min(2, shape[1] - 1)]
@@ -127,9 +127,9 @@ def test_ld_global_by_diagonal_and_at_places(interpret):
     table, picks = normal(1, 2, 90, dtype=jnp.float32), jnp.arange(2 * 7 * 5, dtype=jnp.int8).reshape(1, 2, 7, 5)
 
     def body(table, picks, out, chosen):
-        store(out, ptx.ld_global(table, jnp.int32(0), jnp.int32(1), jnp.int32(3), jnp.int32(8), 8, 60))
+        store(out, memory.ld_global(table, jnp.int32(0), jnp.int32(1), jnp.int32(3), jnp.int32(8), 8, 60))
         rows, columns = (plgpu.broadcasted_iota(jnp.int32, (64, 8), axis, layout=ptx.WGMMA) for axis in (0, 1))
-        store(chosen, ptx.ld_global_at(picks, jnp.int32(0), jnp.int32(1), rows >> 3, columns - 1))
+        store(chosen, memory.ld_global_at(picks, jnp.int32(0), jnp.int32(1), rows >> 3, columns - 1))
 
     types = f32(64, 8), jax.ShapeDtypeStruct((64, 8), jnp.int32)
     out, chosen = run(body, types, (table, picks), interpret)

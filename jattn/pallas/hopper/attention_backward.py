@@ -29,7 +29,7 @@ from jax import lax
 from jattn._tile import maximum, minimum
 from jattn.pallas import configs
 from jattn.pallas._compat import kernel_in_place, pl, plgpu
-from jattn.pallas.hopper import gradients, ptx, softmax
+from jattn.pallas.hopper import gradients, memory, ptx, softmax
 
 _LOG2E = math.log2(math.e)
 _STAGES = 2  # query blocks in shared memory at once
@@ -315,8 +315,8 @@ def _one_tile(x, r, position):
     _add_dq(x, tile, steps - 1, dq)
     rows = p.S - tile.key - x.warpgroup * ptx.TILE_ROWS
     start = tile.batch, tile.key + x.warpgroup * ptx.TILE_ROWS, tile.head
-    ptx.st_global(x.dk, start, (dk * p.scale).astype(p.dtype), rows)
-    ptx.st_global(x.dv, start, dv.astype(p.dtype), rows)
+    memory.st_global(x.dk, start, (dk * p.scale).astype(p.dtype), rows)
+    memory.st_global(x.dv, start, dv.astype(p.dtype), rows)
     return position + steps
 
 
@@ -362,7 +362,7 @@ def _step(x, tile, position, t, i, carry, masked):
     (dp,) = ptx.wgmma_wait_group(0, dp)
     ds = gradients.score_gradient(weights, dp, x.row_smem.at[slot]).astype(p.dtype)
     pl.when(t > 0)(lambda: _receive(x, now - 1))
-    ptx.stmatrix(ds, x.ds_smem.at[lax.rem(now, _i32(3)), w])
+    memory.stmatrix(ds, x.ds_smem.at[lax.rem(now, _i32(3)), w])
     plgpu.commit_smem()
     x.exchange.bar_arrive(parity * 2 + (1 - w))
     _take_turn(x)
@@ -396,7 +396,7 @@ def _visible_queries(x, tile, i):
 def _add_dq(x, tile, t, dq):
     head, row = _place(x, tile, t)
     row = row + x.dq_row * ptx.TILE_ROWS
-    ptx.red_global_add(x.dq, (tile.batch, row, head, x.dq_column * ptx.SLAB), dq, x.plan.T - row)
+    memory.red_global_add(x.dq, (tile.batch, row, head, x.dq_column * ptx.SLAB), dq, x.plan.T - row)
 
 
 # --- host -------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from jax import lax
 from jattn._tile import maximum, minimum
 from jattn.pallas import configs
 from jattn.pallas._compat import kernel, pl, plgpu
-from jattn.pallas.hopper import dropout, ptx, scores, softmax
+from jattn.pallas.hopper import dropout, memory, ptx, scores, softmax
 
 _LOG2E = math.log2(math.e)
 _TURN_BARRIERS, _RING_BARRIERS = 5, 8  # first ids of the named barriers
@@ -384,7 +384,7 @@ def _load_values(x, tile, i, position):
     def _():
         _copy_in(x, rows, smem, x.v_landed.at[0])
         plgpu.barrier_wait(x.v_landed.at[0])
-        ptx.st_shared_zero_rows(smem, valid)
+        memory.st_shared_zero_rows(smem, valid)
         plgpu.commit_smem()
         for _ in range(smem.shape[0]):  # as many arrivals as the copies would have made
             plgpu.barrier_arrive(ready)
@@ -604,7 +604,7 @@ def _row_bounds(x, tile):
         low = None if plan.left is None else position - plan.left
         high = high if plan.right is None else jnp.minimum(position + (plan.right + 1), high)
     if plan.row_bounds:
-        high = jnp.minimum(ptx.ld_global_rows(x.row_end, tile.batch, _first_row(x, tile)), high)
+        high = jnp.minimum(memory.ld_global_rows(x.row_end, tile.batch, _first_row(x, tile)), high)
     return low, high
 
 
@@ -668,7 +668,7 @@ def _copy_out(x, tile, out, lse):
     out_smem = x.q_smem.at[0, x.warpgroup] if x.out_smem is None else x.out_smem.at[x.warpgroup]
     lse_smem = x.lse_smem.at[x.warpgroup]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left the staging memory
-    ptx.stmatrix(out, out_smem)
+    memory.stmatrix(out, out_smem)
     if tile.rows is None:
         lse_smem[...] = lse
     plgpu.commit_smem()
@@ -678,14 +678,14 @@ def _copy_out(x, tile, out, lse):
     if tile.rows is None:
         plgpu.copy_smem_to_gmem(lse_smem, x.lse.at[tile.batch, tile.head, rows])
     else:  # a copy of one row of numbers starts at multiples of 16 bytes only
-        ptx.st_global_rows(x.lse, (tile.batch, tile.head, _array_row(x, tile)), lse, _i32(ptx.TILE_ROWS))
+        memory.st_global_rows(x.lse, (tile.batch, tile.head, _array_row(x, tile)), lse, _i32(ptx.TILE_ROWS))
 
 
 def _store(x, tile, out, lse):
     """From registers, the rows that exist."""
     rows = (x.plan.T if tile.rows is None else tile.rows) - _first_row(x, tile)
-    ptx.st_global(x.out, (tile.batch, _array_row(x, tile), tile.head), out, rows)
-    ptx.st_global_rows(x.lse, (tile.batch, tile.head, _array_row(x, tile)), lse, rows)
+    memory.st_global(x.out, (tile.batch, _array_row(x, tile), tile.head), out, rows)
+    memory.st_global_rows(x.lse, (tile.batch, tile.head, _array_row(x, tile)), lse, rows)
 
 
 def _array_row(x, tile):

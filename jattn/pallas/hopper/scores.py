@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jattn.pallas._compat import plgpu
-from jattn.pallas.hopper import ptx
+from jattn.pallas.hopper import memory, ptx
 from jattn.pallas.lowering import Element, on_elements
 
 SLICE = 16  # columns at a time
@@ -42,16 +42,16 @@ class Place:
             batch=self.batch + self.origin[0], head=self.head + self.origin[1],
             query_index=row, query_position=row + self.offset, key_index=column,
             load=lambda i: self.load(arrays[i], start, width),
-            load_at=lambda i, rows, columns: ptx.ld_global_at(arrays[i], self.batch, self.head, rows, columns),
+            load_at=lambda i, rows, columns: memory.ld_global_at(arrays[i], self.batch, self.head, rows, columns),
         )
 
     def load(self, array, start: int, width: int, *, diagonal: bool = False):
         """Columns `[start, start + width)` of the tile's part of an array in HBM."""
         if diagonal:
-            return ptx.ld_global(
+            return memory.ld_global(
                 array, self.batch, self.head, self.row, self.column + start, width, self.diagonal_origin
             )
-        return ptx.ld_global(array, self.batch, self.head, self.array_row, self.array_column + start, width)
+        return memory.ld_global(array, self.batch, self.head, self.array_row, self.array_column + start, width)
 
 
 def modify(s, place: Place, *, scale, bias, mod, aux, soft_cap):

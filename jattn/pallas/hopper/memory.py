@@ -1,0 +1,329 @@
+"""Loads, stores and additions of tiles in shared memory and HBM, in the forms that Pallas does not offer: transposed
+for free, row by row, element by element. Each is named after its instruction and has an equivalent in plain jnp for
+interpret mode; layouts are those of `ptx`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jattn.pallas._compat import arith, interpreting, ir, llvm, pl, plgpu, utils
+from jattn.pallas.hopper import ptx
+from jattn.pallas.hopper.ptx import SCALAR, WGMMA, i32, integer
+
+# --- shared memory ----------------------------------------------------------------------------------------------------
+
+
+def st_shared_zero_rows(ref, first_row) -> None:
+    """Zeroes rows `first_row` and later of a 16-bit matrix `[slabs, rows, 64]`, by one warpgroup (`st.shared.v4.b32`).
+
+    The swizzle moves bytes only within a row of a slab, so clearing its 128 bytes clears the row.
+    """
+    count, rows, _ = ref.shape
+    if interpreting():
+        kept = jnp.arange(rows, dtype=jnp.int32)[:, None] < first_row
+        for i in range(count):
+            ref[i] = jnp.where(kept, ref[i], 0).astype(ref.dtype)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(ptx.TRANSFORMS), SCALAR))
+    def clear(_, ref, first):
+        thread = arith.remui(ptx.thread_index(), integer(128))
+        base = arith.addi(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), arith.muli(thread, integer(16)))
+        thread_row = arith.divui(thread, integer(8))  # 8 threads clear a row, 128 threads 16 rows
+        text = "{ .reg .pred p; .reg .b32 z; mov.b32 z, 0; setp.ge.s32 p, $1, $2;"
+        text += " @p st.shared.v4.b32 [$0], {z, z, z, z}; }"
+        for i in range(count * rows // 16):
+            row = arith.addi(thread_row, integer(i * 16 % rows))
+            operands = [arith.addi(base, integer(i * 2048)), row, first.registers[()]]
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,r,r", has_side_effects=True)
+
+    clear(ref, jnp.asarray(first_row, jnp.int32))
+
+
+def stmatrix(array, ref) -> None:
+    """Stores a 16-bit `[64, columns]` array to `ref [slabs, 64, 64]`, without bank conflicts (`stmatrix`)."""
+    columns = array.shape[1]
+    if interpreting():
+        for i in range(ptx.slabs(columns)):
+            part = array[:, i * ptx.SLAB : (i + 1) * ptx.SLAB]
+            ref[i] = jnp.pad(part, ((0, 0), (0, ptx.SLAB - part.shape[1])))
+        return
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType(ptx.TRANSFORMS)))
+    def store(_, array, ref):
+        words = ptx.pairs(array)  # per 8 columns: rows 0 to 7 of the warp, rows 8 to 15
+        thread = ptx.thread_index()
+        lane, warp = arith.remui(thread, integer(32)), arith.remui(arith.divui(thread, integer(32)), integer(4))
+        in_group, matrix_of_lane = arith.remui(lane, integer(8)), arith.divui(lane, integer(8))
+        lower = arith.muli(arith.remui(matrix_of_lane, integer(2)), integer(8))
+        row = arith.addi(arith.muli(warp, integer(16)), arith.addi(in_group, lower))
+        base = arith.addi(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), arith.muli(row, integer(2 * ptx.SLAB)))
+        second = arith.divui(matrix_of_lane, integer(2))  # lanes 16 to 31 give the addresses of the second 8 columns
+        for group in range(0, columns // 8, 2):
+            count = min(4, len(words) - 2 * group)
+            chunk = arith.xori(arith.addi(second, integer(group % 8)), in_group)
+            slab_start = (group // 8) * ptx.TILE_ROWS * 2 * ptx.SLAB
+            address = arith.addi(arith.addi(base, integer(slab_start)), arith.muli(chunk, integer(16)))
+            registers = ", ".join(f"${1 + i}" for i in range(count))
+            text = f"stmatrix.sync.aligned.m8n8.x{count}.shared.b16 [$0], {{{registers}}};"
+            operands, kinds = [address, *words[2 * group : 2 * group + count]], ",".join("r" * (count + 1))
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, kinds, has_side_effects=True)
+
+    store(array, ref)
+
+
+# --- arrays in HBM, element by element --------------------------------------------------------------------------------
+
+
+def ld_global(ref, batch, head, row, column, width: int, diagonal_origin: int | None = None) -> jax.Array:
+    """Rows `[row, row + 64)` and columns `[column, column + width)` of an array that broadcasts to `[B, N, T, S]`.
+
+    Indices past the array's edges are moved back inside; axes of length 1 are broadcast, and read once. With
+    `diagonal_origin` the array is `[B or 1, N or 1, L]` and element (t, s) reads entry `s − t + diagonal_origin`.
+    Floating-point arrays arrive as float32, integers as int32.
+    """
+    diagonal = diagonal_origin is not None
+    shape = (ptx.TILE_ROWS, width)
+    dtype = jnp.float32 if jnp.issubdtype(ref.dtype, jnp.floating) else jnp.int32
+    if interpreting():
+        plane = ref[jnp.minimum(batch, ref.shape[0] - 1), jnp.minimum(head, ref.shape[1] - 1)].astype(dtype)
+        rows = (row + jnp.arange(ptx.TILE_ROWS, dtype=jnp.int32))[:, None]
+        columns = column + jnp.arange(width, dtype=jnp.int32)
+        if diagonal:
+            return plane[jnp.clip(columns - rows + diagonal_origin, 0, plane.shape[0] - 1)]
+        rows, columns = (jnp.clip(i, 0, n - 1) for i, n in zip((rows, columns), plane.shape, strict=True))
+        return jnp.broadcast_to(plane[rows, columns], shape)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR),
+        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=WGMMA),
+    )
+    def load(_, ref, *indices):
+        batch, head, row, column = (x.registers[()] for x in indices)
+        first_row, first_column = ptx.lane_position()
+        rows = [arith.addi(arith.addi(row, first_row), integer(8 * i)) for i in range(2)]
+        column = arith.addi(column, first_column)
+        plane, element = _plane(ref, batch, head), ir.MemRefType(ref.type).element_type
+        sizes = ir.MemRefType(ref.type).shape[2:]
+        cache = {}
+
+        def value(i):
+            place = ptx.row_of(i), ptx.column_of(i)
+            key = place if diagonal else tuple(p if n > 1 else 0 for p, n in zip(place, sizes, strict=True))
+            if key not in cache:
+                r, c = rows[key[0]], arith.addi(column, integer(key[1]))
+                if diagonal:
+                    index = _clipped(arith.addi(arith.subi(c, r), integer(diagonal_origin)), sizes[0])
+                    cache[key] = _load(plane, element, _wide(index))
+                else:
+                    offset = arith.muli(_wide(_clipped(r, sizes[0])), _int64(sizes[1]))
+                    cache[key] = _load(plane, element, arith.addi(offset, _wide(_clipped(c, sizes[1]))))
+            return cache[key]
+
+        return ptx.from_scalars([value(i) for i in range(width // 2)], signed=True if dtype == jnp.int32 else None)
+
+    return load(ref, *(jnp.asarray(x, jnp.int32) for x in (batch, head, row, column)))
+
+
+def ld_global_at(ref, batch, head, rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """Elements (rows, columns), int32 `[64, n]` each, of an int8 array that broadcasts to `[B, N, ·, ·]`, as int32."""
+    if interpreting():
+        plane = ref[jnp.minimum(batch, ref.shape[0] - 1), jnp.minimum(head, ref.shape[1] - 1)].astype(jnp.int32)
+        return plane[tuple(jnp.clip(i, 0, n - 1) for i, n in zip((rows, columns), plane.shape, strict=True))]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SCALAR, SCALAR, WGMMA, WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(rows.shape, jnp.int32, layout=WGMMA),
+    )
+    def load(_, ref, batch, head, rows, columns):
+        plane, element = _plane(ref, batch.registers[()], head.registers[()]), ir.MemRefType(ref.type).element_type
+        sizes = ir.MemRefType(ref.type).shape[2:]
+
+        def value(r, c):
+            offset = arith.muli(_wide(_clipped(r, sizes[0])), _int64(sizes[1]))
+            return _load(plane, element, arith.addi(offset, _wide(_clipped(c, sizes[1]))))
+
+        places = zip(ptx.scalars(rows), ptx.scalars(columns), strict=True)
+        return ptx.from_scalars([value(r, c) for r, c in places], signed=True)
+
+    return load(ref, jnp.asarray(batch, jnp.int32), jnp.asarray(head, jnp.int32), rows, columns)
+
+
+def ld_global_rows(ref, batch, row) -> jax.Array:
+    """Entries `[row, row + 64)` of the int32 array `[B or 1, n]`, one a row of a tile; they lie inside the array."""
+    batch = jnp.minimum(batch, ref.shape[0] - 1)
+    if interpreting():
+        return ref[batch, pl.ds(row, ptx.TILE_ROWS)]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, ptx.ROW), return_type=ptx.row_type(jnp.int32))
+    def load(_, ref, batch, row, numbers):
+        start = arith.muli(_wide(batch.registers[()]), _int64(ir.MemRefType(ref.type).shape[1]))
+        start = arith.addi(start, _wide(row.registers[()]))
+        base = utils.memref_ptr(ref)
+        values = [_load(base, i32(), arith.addi(start, _wide(i))) for i in ptx.scalars(numbers)]
+        return ptx.rows_from_scalars(values, numbers, signed=True)
+
+    return load(ref, jnp.asarray(batch, jnp.int32), jnp.asarray(row, jnp.int32), ptx.row_numbers())
+
+
+def st_global(ref, start, value: jax.Array, rows) -> None:
+    """Stores the first `rows` rows of `value [64, n]` to `ref [B, T, N, n]`, row r at `(batch, row + r, head)`.
+
+    Args:
+        ref: in HBM, of the value's dtype (float32 or 16 bits).
+        start: (batch, row, head), int32 ptx.scalars.
+        rows: int32 scalar of any value.
+    """
+    if interpreting():
+        batch, row, head = start
+        _for_rows(rows, lambda r: ref.at[batch, row + r, head].__setitem__(..., value[r]))
+        return
+    wide = value.dtype == jnp.float32
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR, WGMMA))
+    def store(_, ref, batch, row, head, rows, value):
+        kind = ir.MemRefType(ref.type)
+        first_row, first_column = ptx.lane_position()
+        base, words = utils.memref_ptr(ref), ptx.scalars(value) if wide else ptx.pairs(value)
+        for i in range(2):
+            index = arith.addi(first_row, integer(8 * i))
+            inside = arith.cmpi(arith.CmpIPredicate.slt, index, rows.registers[()])
+            at = _flat(kind, (batch.registers[()], arith.addi(row.registers[()], index), head.registers[()]))
+            pointer = _element_pointer(base, kind.element_type, arith.addi(at, _wide(first_column)))
+            for group in range(value.shape[1] // 8):
+                mine = words[4 * group + 2 * i :][:2] if wide else words[2 * group + i :][:1]
+                _store_if(inside, pointer, 8 * group * (4 if wide else 2), mine)
+
+    store(ref, *(jnp.asarray(x, jnp.int32) for x in (*start, rows)), value)
+
+
+def red_global_add(ref, start, value: jax.Array, rows) -> None:
+    """Adds the first `rows` rows of float32 `value [64, n]` to `ref [B, T, N, H]` (`red.global.add.v2.f32`).
+
+    Args:
+        ref: float32 in HBM.
+        start: (batch, row, head, column), int32 ptx.scalars; row r goes to row + r, and the column is a multiple of n.
+            Columns past H are left out.
+        rows: int32 scalar of any value.
+    """
+    columns, width = value.shape[1], ref.shape[3]
+    if interpreting():
+        batch, row, head, column = start
+        def add(r):
+            for first in range(0, width, columns):
+                mine = slice(first, min(first + columns, width))
+
+                @pl.when(column == first)
+                def _(mine=mine):
+                    ref[batch, row + r, head, mine] += value[r, : mine.stop - mine.start]
+
+        _for_rows(rows, add)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SCALAR] * 5, WGMMA))
+    def reduce(_, ref, batch, row, head, column, rows, value):
+        kind, base, words = ir.MemRefType(ref.type), utils.memref_ptr(ref), ptx.scalars(value)
+        first_row, first_column = ptx.lane_position()
+        first_column = arith.addi(column.registers[()], first_column)
+        for i in range(2):
+            index = arith.addi(first_row, integer(8 * i))
+            inside = arith.cmpi(arith.CmpIPredicate.slt, index, rows.registers[()])
+            at = _flat(kind, (batch.registers[()], arith.addi(row.registers[()], index), head.registers[()]))
+            pointer = _element_pointer(base, kind.element_type, arith.addi(at, _wide(first_column)))
+            for group in range(columns // 8):
+                here = inside
+                if width % ptx.SLAB:
+                    last = arith.cmpi(arith.CmpIPredicate.slt, first_column, integer(width - 8 * group))
+                    here = arith.andi(inside, last)
+                _where(here, "red.relaxed.gpu.global.add.v2.f32", pointer, 32 * group, words[4 * group + 2 * i :][:2])
+
+    reduce(ref, *(jnp.asarray(x, jnp.int32) for x in (*start, rows)), value)
+
+
+def st_global_rows(ref, start, value: jax.Array, rows) -> None:
+    """Stores the first `rows` of `value [64]`, float32 in the ROW layout, to `ref [B, N, ·]` from `start` on, which is
+    (batch, head, row)."""
+    if interpreting():
+        batch, head, row = start
+        _for_rows(rows, lambda r: ref.at[batch, head, pl.ds(row + r, 1)].__setitem__(..., value[r][None]))
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR, ptx.ROW))
+    def store(_, ref, batch, head, row, rows, value):
+        kind = ir.MemRefType(ref.type)
+        first_row, first_column = ptx.lane_position()
+        mine = arith.cmpi(arith.CmpIPredicate.eq, first_column, integer(0))  # of four threads that hold the same rows
+        for i, x in enumerate(ptx.scalars(value)):
+            index = arith.addi(first_row, integer(8 * i))
+            inside = arith.andi(mine, arith.cmpi(arith.CmpIPredicate.slt, index, rows.registers[()]))
+            at = _flat(kind, (batch.registers[()], head.registers[()], arith.addi(row.registers[()], index)))
+            _store_if(inside, _element_pointer(utils.memref_ptr(ref), kind.element_type, at), 0, [x])
+
+    store(ref, *(jnp.asarray(x, jnp.int32) for x in (*start, rows)), value)
+
+
+def _for_rows(rows, function):
+    """`function(r)` for the rows r of a tile below `rows`, in interpret mode."""
+    lax.fori_loop(0, jnp.clip(rows, 0, ptx.TILE_ROWS), lambda r, _: function(r), None)
+
+
+def _flat(kind, indices):
+    """64-bit index of the first element at `indices` of an array of this MemRefType; the last axes may be left out."""
+    flat = _int64(0)
+    for size, i in zip(kind.shape, indices, strict=False):
+        flat = arith.addi(arith.muli(flat, _int64(size)), _wide(i))
+    return arith.muli(flat, _int64(int(np.prod(kind.shape[len(indices) :]))))
+
+
+def _store_if(condition, pointer, offset: int, words: list) -> None:
+    """One or two 32-bit words to `pointer + offset` bytes (`st.global`) where the condition holds."""
+    form = "v2.b32" if len(words) == 2 else "b32"
+    words = [x if x.type == i32() else arith.bitcast(i32(), x) for x in words]
+    _where(condition, f"st.global.{form}", pointer, offset, words)
+
+
+def _where(condition, instruction: str, pointer, offset: int, words: list) -> None:
+    """An instruction on `[pointer + offset]` and one or two words, where the condition (i1) holds."""
+    listed = "{$2, $3}" if len(words) == 2 else "$2"
+    text = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p {instruction} [$0 + {offset}], {listed}; }}"
+    operands = [pointer, arith.extui(i32(), condition), *words]
+    letters = "".join(",f" if x.type == ir.F32Type.get() else ",r" for x in words)
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "l,r" + letters, has_side_effects=True)
+
+
+def _plane(ref, batch, head):
+    """Pointer to the part of `ref [B or 1, N or 1, ...]` that belongs to a batch row and head."""
+    kind = ir.MemRefType(ref.type)
+    heads, plane = kind.shape[1], int(np.prod(kind.shape[2:]))
+    index = arith.muli(_wide(_clipped(batch, kind.shape[0])), _int64(heads))
+    index = arith.muli(arith.addi(index, _wide(_clipped(head, heads))), _int64(plane))
+    return _element_pointer(utils.memref_ptr(ref), kind.element_type, index)
+
+
+def _element_pointer(pointer, element, index):
+    return utils.getelementptr(pointer, [index], element)
+
+
+def _load(plane, element, index):
+    """One element as float32 or int32."""
+    value = llvm.load(element, _element_pointer(plane, element, index))
+    if isinstance(element, ir.IntegerType):
+        return value if element.width == 32 else arith.extsi(i32(), value)
+    return value if element == ir.F32Type.get() else arith.extf(ir.F32Type.get(), value)
+
+
+def _clipped(index, size: int):
+    """An i32 index moved into [0, size)."""
+    if size == 1:
+        return integer(0)
+    return arith.minsi(arith.maxsi(index, integer(0)), integer(size - 1))
+
+
+def _wide(index):
+    return arith.extsi(ir.IntegerType.get_signless(64), index)
+
+
+def _int64(value: int):
+    return arith.constant(ir.IntegerType.get_signless(64), value)
