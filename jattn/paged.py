@@ -133,12 +133,12 @@ def append(cache: PagedCache, key, value, cu_seqlens=None, *, seq_lengths=None, 
             raise TypeError(f"{name} dtype {new.dtype} must equal that of its pages, {old.dtype}")
     if 0 in (cache.capacity, cache.num_pages, *sequence.shape, *counts.shape):
         return cache
-    before = jnp.clip(cache.lengths.astype(jnp.int32), 0, cache.capacity)
+    before = jnp.clip(_int32(cache.lengths), 0, cache.capacity)
     position = before[sequence] + index
     if rotate is not None:
         key = _rotated(rotate, key, position.reshape(key.shape[:-2]))
     column = jnp.minimum(position // cache.page_size, cache.block_tables.shape[1] - 1)
-    page = cache.block_tables[sequence, column].astype(jnp.int32)
+    page = _int32(cache.block_tables)[sequence, column]
     written = (index < counts[sequence]) & (position < cache.capacity) & (page >= 0)
     at = jnp.where(written, page, cache.num_pages), position % cache.page_size
     key_pages, value_pages = (_write(*x, at) for x in ((cache.key_pages, key), (cache.value_pages, value)))
@@ -196,8 +196,8 @@ def gather(cache: PagedCache):
     """
     cache = checked(cache)
     B, S = cache.block_tables.shape[0], cache.capacity
-    exists = jnp.arange(S, dtype=jnp.int32) < cache.lengths.astype(jnp.int32)[:, None]
-    tables = jnp.clip(cache.block_tables.astype(jnp.int32), 0, max(cache.num_pages - 1, 0))
+    exists = jnp.arange(S, dtype=jnp.int32) < _int32(cache.lengths)[:, None]
+    tables = jnp.clip(_int32(cache.block_tables), 0, max(cache.num_pages - 1, 0))
 
     def take(pages):
         if pages.ndim < 3:
@@ -287,8 +287,7 @@ def prepare(query, cache, cu_seqlens_q=None, mask=None, *, query_seq_lengths=Non
     T, N, _ = query.shape[-3:]
     batch, sequences = ((B,), None) if cu_queries is None else ((), B)
     return assemble(
-        "paged_attention", query, cache.key_pages, cache.value_pages, cache.block_tables.astype(jnp.int32),
-        cache.lengths.astype(jnp.int32),
+        "paged_attention", query, cache.key_pages, cache.value_pages, _int32(cache.block_tables), _int32(cache.lengths),
         Shape(batch, N, T, cache.capacity, sequences), mask=mask, cu_queries=cu_queries,
         query_lengths=_check.lengths(query_seq_lengths, "query_seq_lengths", (B,), T), **options,
     )
@@ -447,4 +446,10 @@ def _pages(x, name):
         raise ValueError(f"{name} has shape {x.shape}; expected [n] page ids")
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, not {x.dtype}")
-    return x.astype(jnp.int32)
+    return _int32(x)
+
+
+def _int32(x):
+    """`x` as int32, what does not fit at the ends of its range: a wild id must not become another page's."""
+    own, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+    return jnp.clip(x, max(own.min, wanted.min), min(own.max, wanted.max)).astype(jnp.int32)

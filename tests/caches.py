@@ -88,7 +88,7 @@ def paged(k, v, lengths, page_size=16, extra=5, seed=0, tables=None):
     used = -(-np.asarray(lengths) // page_size)
     pages = int(used.sum()) + extra
     if tables is None:
-        tables = rng.choice(JUNK, (B, width)).astype(np.int32)
+        tables = rng.choice([*JUNK, pages], (B, width)).astype(np.int32)
         order = iter(rng.permutation(pages))
         for b in range(B):
             tables[b, : used[b]] = [next(order) for _ in range(used[b])]

@@ -374,6 +374,10 @@ def test_64_bit_tables_and_lengths():
         hold(attend(q, grown), problem(q, k, v, n))
         copied = copy_pages(grown, np.array([1]), np.array([2]))
         assert gather(copied)[0].shape == (2, 304, 2, 16)
+        wild = replace(short, block_tables=grown.block_tables.at[1].add(2**32))  # the same pages in 32 bits
+        after = append(wild, *(x[:, 299:] for x in (k, v)), seq_lengths=[0, 1])
+        np.testing.assert_array_equal(after.key_pages, short.key_pages)
+        np.testing.assert_array_equal(copy_pages(short, [2**32], [1]).key_pages, short.key_pages)
 
 
 def test_layers_may_be_stacked():
