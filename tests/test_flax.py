@@ -325,7 +325,9 @@ def layers_agree(ours, flax, x, flax_call=None, **call):
         truth = layer_results(widened, x.astype(jnp.float64), **flax_call)
     assert got.keys() == baseline.keys() == truth.keys()
     for name in got:
-        compare.check(name, got[name], truth[name], [baseline[name]], jnp.float32)
+        # The same bias on every key changes no weight: its gradient cancels to 0, so what it sums is held to its size.
+        size = np.abs(truth[name.replace("key", "query")]).max() if "['key']['bias']" in name else 0
+        compare.check(name, got[name], truth[name], [baseline[name]], jnp.float32, size)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "normalize_qk": True}], ids=str)
