@@ -144,6 +144,14 @@ def test_a_quantised_cache_is_the_dequantised_one(dtype, stored, per):
     caches.compare.check_lse(lse, truth[1], q.dtype)
 
 
+def test_small_values_do_not_underflow_in_float16():
+    """A weight times the scale of its value would be below what float16 can hold."""
+    q, k, v = draw(2, 2, dtype="float16")
+    n, q = np.array([300, 290], np.int32), q / 8
+    stored = jattn.quantize(1e-3 * v.astype(np.float32))
+    hold(decode(q, k, stored, n), problem(q, k, caches.dequantized(stored).astype(np.float16), n))
+
+
 def test_only_keys_or_only_values_quantised():
     q, k, v = draw(2, 1)
     n = np.array([300, 20], np.int32)

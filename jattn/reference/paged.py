@@ -191,10 +191,14 @@ class Walk(attention.Walk):
 
     def over_keys(self, weights, keys):
         keys, scale = keys
-        return super().over_keys(self._scaled(weights, scale), keys)
+        if scale is None:
+            return super().over_keys(weights, keys)
+        # float16 weights times a small scale would underflow: what is common to the split is for the accumulator.
+        top = jnp.maximum(jnp.max(jnp.abs(scale), axis=2, keepdims=True), jnp.finfo(self.dtype).tiny)
+        return self._scaled(super().over_keys(self._scaled(weights, scale / top), keys), top)
 
     def _scaled(self, x, scale):
-        """`x [1, N, block_q, block_k]` times what its key head is scaled by."""
+        """`x [1, N, block_q, features]` times `scale [1, K, features or 1]` of its key head."""
         if scale is None:
             return x
         grouped = x.reshape(1, self.K, self.N // self.K, *x.shape[2:])
