@@ -242,7 +242,13 @@ def test_offsets_per_sequence():
     )
 
 
-@pytest.mark.parametrize("shape", [(4, 65, 98), (1, 65, 98), (65, 98), (4, 1, 98), (98,), (4, 65, 1), (4, 1, 1)])
+@pytest.mark.parametrize("shape", [(1, 65, 98), (65, 98), (98,), (4, 65, 1), (4, 1, 1)])
+def test_bias_broadcasts_over_packed_rows_and_columns(shape):
+    rng = np.random.default_rng(2)
+    check([0, 25, 60], [0, 30, 95], bias=rng.standard_normal(shape).astype(np.float32), sinks=np.ones(4, np.float32))
+
+
+@pytest.mark.parametrize("shape", [(4, 65, 98), (4, 1, 98)])
 @pytest.mark.usefixtures("implementation")
 def test_bias_is_indexed_by_packed_row_and_column(shape):
     rng = np.random.default_rng(2)
