@@ -6,15 +6,16 @@ import importlib
 
 from jattn.pallas import attention as mosaic
 from jattn.pallas import configs
+from jattn.pallas._compat import plgpu
 from jattn.reference import attention as reference
 
 _op = importlib.import_module("jattn.attention")  # the name in the package is the function
 SMALL = configs.TileConfig(warpgroups=2, block_k=32, cross_tile=False, own_out=False)
 
 
-def emulated(monkeypatch):
+def emulated(monkeypatch, detect_races=True):
     """The kernels in interpret mode, with small tiles and two thread blocks."""
-    how = dict(interpret=True, multiprocessors=2)
+    how = dict(interpret=plgpu.InterpretGPUParams(detect_races=detect_races), multiprocessors=2)
     forward, backward = (functools.partial(f, **how) for f in (mosaic.forward, mosaic.backward))
     yield from _here(monkeypatch, forward=forward, backward=backward, choose=lambda problem, config: config or SMALL)
 

@@ -45,7 +45,8 @@ def _arguments(case):
 def test_emulated(name, monkeypatch):
     case = case_of(**EMULATED[name])
     assert runs(case)
-    for _ in mosaic.emulated(monkeypatch):
+    # Atomic additions to dq from several tiles of keys are no race, but the emulation cannot know.
+    for _ in mosaic.emulated(monkeypatch, detect_races=case.S <= 128):
         check_case(case)
 
 
