@@ -58,6 +58,11 @@ def test_none_exports_for_the_platform_that_is_asked_for(beside_a_gpu, platform,
     assert kernels(attend, platform, Q, BIAS) == kernels(gradients(attend), platform, Q, BIAS) == count
 
 
+def test_gradients_under_vmap_are_exported():
+    """One forward for all, one backward in a loop."""
+    assert kernels(jax.vmap(jax.grad(lambda q: named(q).astype(jnp.float32).sum())), "cuda", jnp.stack([Q, Q])) == 2
+
+
 def test_a_kernel_for_several_platforms_at_once_is_refused_with_the_way_out(beside_a_gpu):
     with pytest.raises(NotImplementedError, match="'mosaic' can be lowered for cuda alone, .* one platform at a time"):
         jax.export.export(jax.jit(attend), platforms=["cpu", "cuda"])(Q)

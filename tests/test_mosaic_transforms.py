@@ -1,6 +1,8 @@
 """The kernel, emulated, under the transforms of JAX. Those that the emulation cannot do (it calls back to the host in
 order) are lowered in test_mosaic_platform.py and divided over devices in test_mosaic_sharding.py."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import mosaic
@@ -149,3 +151,19 @@ def test_no_keys_and_no_queries():
             for name in ("mosaic", "xla")
         )
         equal(got, want)
+
+
+@pytest.mark.parametrize("mapped", [("query",), ("query", "key", "value")], ids="+".join)
+def test_vmap_of_gradients_is_the_loop(mapped):
+    """With the kernel's own backward."""
+    arrays = {name: ARRAYS[name] if name in mapped else ARRAYS[name][0] for name in ("query", "key", "value")}
+    assert jattn.explain(*(ARRAYS[name][0] for name in arrays), is_causal=True).backward == "mosaic"
+
+    def gradients(arrays):
+        attend = functools.partial(jattn.attention, is_causal=True, implementation="mosaic")
+        return jax.grad(lambda a: attend(**a).astype(jnp.float32).sum())(arrays)
+
+    got = jax.jit(jax.vmap(gradients, ({name: 0 if name in mapped else None for name in arrays},)))(arrays)
+    for i in range(2):
+        want = jax.jit(gradients)({name: x[i] if name in mapped else x for name, x in arrays.items()})
+        equal(jax.tree.map(lambda x, i=i: x[i], got), want)

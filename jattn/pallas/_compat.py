@@ -9,8 +9,12 @@ import contextvars
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
@@ -91,7 +95,21 @@ def kernel_in_place(body: Callable[..., None], **how) -> Callable[..., Any]:
     `body(*inputs, *buffers, **scratch)`, and `how` as in `kernel`."""
     launch = kernel(body, out_type=(), **how)
 
+    @custom_vmap
     def run(inputs, buffers):
         return pl.run_state(lambda refs: launch(*inputs, *refs))(tuple(buffers))
+
+    @run.def_vmap
+    def one_after_the_other(size, mapped, inputs, buffers):
+        """Pallas cannot map what writes in place."""
+
+        def one(i):
+            return run(*jax.tree.map(lambda x, m: x[i] if m else x, (inputs, buffers), tuple(mapped)))
+
+        if how["interpret"]:  # it calls back to the host in order, which a loop cannot
+            results = jax.tree.map(lambda *x: jnp.stack(x), *map(one, range(size)))
+        else:
+            results = lax.map(one, jnp.arange(size, dtype=jnp.int32))
+        return results, jax.tree.map(lambda _: True, results)
 
     return run
