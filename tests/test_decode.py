@@ -66,7 +66,7 @@ def tree_rule(b, n, row, t, s):
     return (node < 0) | ((node < 7) & inside)
 
 
-STEP = np.array([2, 3, 4, 5])
+STEP = np.int32([2, 3, 4, 5])
 GAIN = np.linspace(0.5, 1.5, 4).astype(np.float32)[:, None, None]
 GAINED = oracle.ScoreMod(lambda x, b, n, t, s, g: x * g + 0.01 * (t - s) - 0.1 * b, None)
 FEATURES = {

@@ -307,7 +307,7 @@ def test_append_past_the_table_or_on_a_wild_id_writes_nothing():
 
 def test_append_in_a_donated_cache_copies_nothing():
     cache = PagedCache.zeros(512, 16, 2, 64, sequences=2, pages_per_sequence=64)
-    x = jnp.ones((2, 1, 2, 64))
+    x = jnp.ones((2, 1, 2, 64), jnp.float32)
     compiled = jax.jit(append, donate_argnums=0).lower(cache, x, x).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * cache.key_pages.nbytes
@@ -504,7 +504,7 @@ CU = np.array([0, 2, 4], np.int32)
         (lambda: append(CACHE, NEW[0], NEW[0], [0, 1]), ValueError, r"cu_seqlens has shape \(2,\) and key"),
         (lambda: append(CACHE, NEW, NEW, seq_lengths=[1, 2]), ValueError, r"seq_lengths=\[1, 2\] must be <= 1"),
         (lambda: copy_pages(CACHE, [0, 1], [2]), ValueError, r"target has shape \(1,\); source has \(2,\)"),
-        (lambda: copy_pages(CACHE, [0.5], [2]), TypeError, "source must be integers, not float32"),
+        (lambda: copy_pages(CACHE, np.float32([0.5]), [2]), TypeError, "source must be integers, not float32"),
         (lambda: copy_pages(CACHE, 1, 2), ValueError, r"source has shape \(\); expected \[n\] page ids"),
         (lambda: jax.grad(lambda q: paged_attention(q, CACHE).sum())(Q), NotImplementedError, "has no derivatives"),
     ],
