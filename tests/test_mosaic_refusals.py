@@ -185,7 +185,7 @@ EXAMPLES = {
     **unary_integers("neg", "sign", "abs", "square", "bitwise_not", "clz", "stop_gradient"),
     "shifts": lambda x, y, t, s: (t << 3) + ((t - s) >> 1) + lax.shift_right_logical(t - s, jnp.int32(20)),
     "a hash": lambda x, y, t, s: mixed(t.astype(jnp.uint32), s.astype(jnp.uint32)),
-    "clamp": lambda x, y, t, s: lax.clamp(jnp.float32(-1), x, y) + lax.clamp(jnp.int32(1), t, s + 1).astype(jnp.float32),
+    "clamp": lambda x, y, t, s: lax.clamp(-y, x, y) + lax.clamp(jnp.int32(1), t, s + 1).astype(jnp.float32),
     "powers": lambda x, y, t, s: x**3 + y**-2 + ((t % 5) ** 3).astype(jnp.float32),
     **compared("eq", "ne", "lt", "le", "gt", "ge"),
     "booleans": lambda x, y, t, s: (((t > s) & (x > 0)) | ~(t > 7)) ^ ((s > 3) == (x > 1)) ^ ((s > 5) != (x > 2)),
@@ -213,11 +213,7 @@ def modifier(names):
         total = x
         for function in functions:
             value = function(x, jnp.abs(x) + 0.5, t, s)
-            value = (
-                jnp.where(value, jnp.float32(1), jnp.float32(0))
-                if value.dtype == jnp.bool_
-                else value.astype(jnp.float32)
-            )
+            value = (value.astype(jnp.int32) if value.dtype == jnp.bool_ else value).astype(jnp.float32)
             total = total + lax.clamp(jnp.float32(-2), value * 0.1, jnp.float32(2))
         return total
 

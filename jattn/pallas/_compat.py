@@ -20,7 +20,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
 __all__ = [
-    "arith", "fragmented_array", "interpreting", "ir", "kernel", "kernel_in_place", "llvm", "nvvm", "pl", "plgpu",
+    "arith", "fragmented_array", "interpreting", "ir", "kernel", "kernel_in_place", "llvm",
+    "mapped_in_turn", "nvvm", "pl", "plgpu",
     "scf", "utils", "vector",
 ]  # fmt: skip
 
@@ -90,26 +91,43 @@ def kernel(
     )
 
 
-def kernel_in_place(body: Callable[..., None], **how) -> Callable[..., Any]:
-    """A launchable kernel `(inputs, buffers) -> buffers` that writes over buffers instead of making its outputs:
-    `body(*inputs, *buffers, **scratch)`, and `how` as in `kernel`."""
-    launch = kernel(body, out_type=(), **how)
+def kernel_in_place(body: Callable[..., None], *, out_type: Any, **how) -> Callable[..., Any]:
+    """A launchable kernel `(inputs, buffer) -> (buffer, *outputs)` that changes a buffer instead of making one:
+    `body(*inputs, buffer, *outputs, **scratch)`, and `how` as in `kernel`.
 
-    @custom_vmap
-    def run(inputs, buffers):
-        return pl.run_state(lambda refs: launch(*inputs, *refs))(tuple(buffers))
+    The caller must compute something from the returned buffer. XLA's GPU compiler (jax 0.11.2) forgets that it is the
+    buffer passed in where a loop stacks it as it is, and stacks memory that nobody wrote.
+    """
+    launch = kernel(body, out_type=out_type, **how)
 
-    @run.def_vmap
-    def one_after_the_other(size, mapped, inputs, buffers):
-        """Pallas cannot map what writes in place."""
+    def run(inputs, buffer):
+        def on_references(references):
+            changed, *outputs = references
+            for reference, x in zip(outputs, launch(*inputs, changed), strict=True):
+                reference[...] = x
 
+        return pl.run_state(on_references)((buffer, *(lax.empty(x.shape, x.dtype) for x in out_type)))
+
+    return run
+
+
+def mapped_in_turn(function: Callable, *, unrolled: bool) -> Callable:
+    """`function` of pytrees of arrays, under `vmap` once for each element: Pallas cannot map what writes in place.
+
+    Args:
+        unrolled: without a loop, for an interpreted kernel, which calls back to the host in order.
+    """
+    called = custom_vmap(function)
+
+    @called.def_vmap
+    def in_turn(size, mapped, *operands):
         def one(i):
-            return run(*jax.tree.map(lambda x, m: x[i] if m else x, (inputs, buffers), tuple(mapped)))
+            return called(*jax.tree.map(lambda x, m: x[i] if m else x, operands, tuple(mapped)))
 
-        if how["interpret"]:  # it calls back to the host in order, which a loop cannot
+        if unrolled:
             results = jax.tree.map(lambda *x: jnp.stack(x), *map(one, range(size)))
         else:
             results = lax.map(one, jnp.arange(size, dtype=jnp.int32))
         return results, jax.tree.map(lambda _: True, results)
 
-    return run
+    return called

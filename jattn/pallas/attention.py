@@ -290,8 +290,7 @@ def _backward_part(arrays, context, saved, options, interpret, multiprocessors):
         q=q, k=k, v=v, dout=dout, lse=_by_head(plan, negated, -jnp.inf), delta=_by_head(plan, delta, 0),
         table=_backward_table(plan, multiprocessors), sequences=sequences[:, :2],
     )
-    dq, dk, dv = attention_backward.launch(plan, inputs, interpret=interpret)
-    return (dq * plan.scale).astype(q.dtype), dk, dv
+    return attention_backward.launch(plan, inputs, interpret=interpret)
 
 
 def _existing(x, length):

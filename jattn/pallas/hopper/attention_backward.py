@@ -13,7 +13,7 @@ half a step apart and take turns on the tensor core (one computes exponentials w
     producer     K Q0 V dO0 | Q1 dO1 | …
     consumer     S0 dP0, p, ds | dV dQ(−1) dK | S1 dP1, p, ds | dV dQ(0) dK | …
 
-dq is summed over key tiles in float32 by atomic additions; its order, and so its last bits, change from run to run.
+dq is summed over key tiles in float32 by TMA reductions in L2; its order, and so its last bits, change from run to run.
 Sources: FlashAttention-2 and -3 (Dao, 2023; Shah et al., 2024).
 """
 
@@ -28,7 +28,7 @@ from jax import lax
 
 from jattn._tile import maximum, minimum
 from jattn.pallas import configs
-from jattn.pallas._compat import kernel_in_place, pl, plgpu
+from jattn.pallas._compat import kernel_in_place, mapped_in_turn, pl, plgpu
 from jattn.pallas.hopper import gradients, memory, ptx, softmax
 
 _LOG2E = math.log2(math.e)
@@ -153,6 +153,7 @@ def _kernel(
     dout_smem,  # [stages, slabs of D, block_q, 64]
     row_smem,  # float32 [stages, 2, block_q]: lse and delta
     ds_smem,  # [3, warpgroups, slabs of block_q, 64 keys, 64]: dsᵀ of this step and of the two before
+    dq_smem,  # float32 [warpgroups, 2, 64, 32]: a dq on its way to HBM
     # barriers
     k_ready,  # [1] TMA
     v_ready,  # [1] TMA
@@ -166,8 +167,9 @@ def _kernel(
 ):
     x = SimpleNamespace(
         plan=plan, **vars(inputs), dq=dq, dk=dk, dv=dv, k_smem=k_smem, v_smem=v_smem, q_smem=q_smem,
-        dout_smem=dout_smem, row_smem=row_smem, ds_smem=ds_smem, k_ready=k_ready, v_ready=v_ready, q_ready=q_ready,
-        dout_ready=dout_ready, tile_free=tile_free, q_free=q_free, dout_free=dout_free, turn=turn, exchange=exchange,
+        dout_smem=dout_smem, row_smem=row_smem, ds_smem=ds_smem, dq_smem=dq_smem, k_ready=k_ready, v_ready=v_ready,
+        q_ready=q_ready, dout_ready=dout_ready, tile_free=tile_free, q_free=q_free, dout_free=dout_free, turn=turn,
+        exchange=exchange,
         block=lax.axis_index("block"), warpgroup=lax.axis_index("warpgroup"),
     )
     rounds, consumers = x.table.shape[0] - 2, plan.config.WARPGROUPS
@@ -273,6 +275,7 @@ def _consume(x):
     pl.when(w == p.config.WARPGROUPS - 1)(lambda: x.turn.bar_arrive(0))
     lax.fori_loop(0, x.items, lambda r, position: _one_tile(x, r, position), _i32(0))
     pl.when(w == 0)(lambda: x.turn.bar_sync(0))
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _take_turn(x):
@@ -363,7 +366,7 @@ def _step(x, tile, position, t, i, carry, masked):
     ds = gradients.score_gradient(weights, dp, x.row_smem.at[slot]).astype(p.dtype)
     pl.when(t > 0)(lambda: _receive(x, now - 1))
     memory.stmatrix(ds, x.ds_smem.at[lax.rem(now, _i32(3)), w])
-    plgpu.commit_smem()
+    ptx.fence_async_shared()  # a warpgroup reads dsᵀ behind `_receive` alone, its own too
     x.exchange.bar_arrive(parity * 2 + (1 - w))
     _take_turn(x)
     dv = ptx.wgmma_rs(dv, p16, x.dout_rows.at(slot))
@@ -395,15 +398,25 @@ def _visible_queries(x, tile, i):
 
 def _add_dq(x, tile, t, dq):
     head, row = _place(x, tile, t)
-    row = row + x.dq_row * ptx.TILE_ROWS
-    memory.red_global_add(x.dq, (tile.batch, row, head, x.dq_column * ptx.SLAB), dq, x.plan.T - row)
+    start = tile.batch, row + x.dq_row * ptx.TILE_ROWS, head, x.dq_column * ptx.SLAB
+    memory.reduce_add(x.dq, start, x.dq_smem.at[x.warpgroup], dq)
 
 
 # --- host -------------------------------------------------------------------------------------------------------------
 
 
 def launch(plan: Plan, inputs: Inputs, *, interpret=False):
-    """Runs the kernel: `(dq float32 [B, T, N, H], unscaled, dk [B, S, K, H], dv [B, S, K, D])`."""
+    """Runs the kernel: `(dq [B, T, N, H], dk [B, S, K, H], dv [B, S, K, D])`."""
+
+    def run(*operands):
+        dq, dk, dv = _launch(plan, *operands, interpret=interpret)
+        return (dq * plan.scale).astype(plan.dtype), dk, dv
+
+    return mapped_in_turn(run, unrolled=bool(interpret))(inputs)
+
+
+def _launch(plan, inputs, interpret):
+    """dq is float32 and unscaled."""
     config = plan.config
 
     def smem(*leading, rows, columns):
@@ -417,6 +430,10 @@ def launch(plan: Plan, inputs: Inputs, *, interpret=False):
         dout_smem=smem(_STAGES, rows=config.block_q, columns=plan.D),
         row_smem=plgpu.SMEM((_STAGES, 2, config.block_q), jnp.float32),
         ds_smem=smem(3, consumers, rows=ptx.TILE_ROWS, columns=config.block_q),
+        dq_smem=plgpu.SMEM(
+            (consumers, ptx.SLAB // memory.FLOAT_SLAB, ptx.TILE_ROWS, memory.FLOAT_SLAB), jnp.float32,
+            transforms=ptx.TRANSFORMS,
+        ),
         k_ready=plgpu.Barrier(num_arrivals=h, num_barriers=1),
         v_ready=plgpu.Barrier(num_arrivals=d, num_barriers=1),
         q_ready=plgpu.Barrier(num_arrivals=h + 2, num_barriers=_STAGES),
@@ -432,16 +449,15 @@ def launch(plan: Plan, inputs: Inputs, *, interpret=False):
     def body(*refs, **allocations):
         _kernel(plan, jax.tree.unflatten(structure, refs[: len(operands)]), *refs[len(operands) :], **allocations)
 
-    results = (
-        jnp.zeros((plan.B, plan.T, plan.N, plan.H), jnp.float32),
-        lax.empty((plan.B, plan.S, plan.K, plan.H), plan.dtype),
-        lax.empty((plan.B, plan.S, plan.K, plan.D), plan.dtype),
+    out_type = tuple(
+        jax.ShapeDtypeStruct((plan.B, plan.S, plan.K, width), plan.dtype) for width in (plan.H, plan.D)
     )
     return kernel_in_place(
         body,
         name="jattn_attention_backward",
+        out_type=out_type,
         scratch=scratch,
         grid={"block": inputs.table.shape[1]},
         warpgroups=consumers + 1,
         interpret=interpret,
-    )(operands, results)
+    )(operands, jnp.zeros((plan.B, plan.T, plan.N, plan.H), jnp.float32))

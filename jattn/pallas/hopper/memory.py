@@ -12,6 +12,8 @@ from jattn.pallas._compat import arith, interpreting, ir, llvm, pl, plgpu, utils
 from jattn.pallas.hopper import ptx
 from jattn.pallas.hopper.ptx import SCALAR, WGMMA, i32, integer
 
+FLOAT_SLAB = 32  # columns of a slab of float32, which like the others has rows of 128 bytes
+
 # --- shared memory ----------------------------------------------------------------------------------------------------
 
 
@@ -40,6 +42,42 @@ def st_shared_zero_rows(ref, first_row) -> None:
             llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,r,r", has_side_effects=True)
 
     clear(ref, jnp.asarray(first_row, jnp.int32))
+
+
+def st_shared(array, ref) -> None:
+    """Stores a float32 `[64, columns]` array, a multiple of 32 columns, to `ref [columns / 32, 64, 32]`, without bank
+    conflicts (`st.shared.v2.f32`).
+
+    Half a warp stores 8 bytes a thread: two neighbouring chunks of 16 bytes of four rows. The swizzle moves rows 2j and
+    2j + 1 alike in pairs of chunks, so that odd rows store their groups of 8 columns in another order.
+    """
+    columns = array.shape[1]
+    if interpreting():
+        for i in range(columns // FLOAT_SLAB):
+            ref[i] = array[:, i * FLOAT_SLAB : (i + 1) * FLOAT_SLAB]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType(ptx.TRANSFORMS)))
+    def store(_, array, ref):
+        words, (row, column) = ptx.scalars(array), ptx.lane_position()
+        odd = arith.cmpi(arith.CmpIPredicate.ne, arith.remui(row, integer(2)), integer(0))
+        chunk = arith.xori(arith.divui(column, integer(4)), arith.remui(row, integer(8)))
+        chunk = arith.xori(chunk, arith.select(odd, integer(4), integer(0)))
+        inside = arith.addi(arith.muli(chunk, integer(16)), arith.muli(arith.remui(column, integer(4)), integer(4)))
+        base = arith.addi(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), arith.muli(row, integer(128)))
+        places = [arith.addi(base, arith.xori(inside, integer(32 * i))) for i in range(4)]
+        for group in (g for g in range(columns // 8) if not g % 4 & 2):
+            for i in range(2):  # rows 0 to 7 of the warp, rows 8 to 15
+                offset = (group // 4 * ptx.TILE_ROWS + 8 * i) * 128
+                near, far = (words[4 * g + 2 * i :][:2] for g in (group, group + 2))
+                first = [arith.select(odd, y, x) for x, y in zip(near, far, strict=True)]
+                second = [arith.select(odd, x, y) for x, y in zip(near, far, strict=True)]
+                for place, pair in ((group % 4, first), (group % 4 + 2, second)):
+                    text = f"st.shared.v2.f32 [$0 + {offset}], {{$1, $2}};"
+                    operands = [places[place], *pair]
+                    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,f,f", has_side_effects=True)
+
+    store(array, ref)
 
 
 def stmatrix(array, ref) -> None:
@@ -199,47 +237,41 @@ def st_global(ref, start, value: jax.Array, rows) -> None:
     store(ref, *(jnp.asarray(x, jnp.int32) for x in (*start, rows)), value)
 
 
-def red_global_add(ref, start, value: jax.Array, rows) -> None:
-    """Adds the first `rows` rows of float32 `value [64, n]` to `ref [B, T, N, H]` (`red.global.add.v2.f32`).
+def reduce_add(ref, start, smem, value: jax.Array) -> None:
+    """Adds float32 `value [64, 64]` to `ref [B, T, N, H]`, through `smem [2, 64, 32]` (`cp.reduce.async.bulk.tensor`).
 
     Args:
         ref: float32 in HBM.
-        start: (batch, row, head, column), int32 ptx.scalars; row r goes to row + r, and the column is a multiple of n.
-            Columns past H are left out.
-        rows: int32 scalar of any value.
+        start: (batch, row, head, column), int32 scalars; row r goes to row + r, and the column is a multiple of 64.
+            What lies past T or H is left out.
+        smem: what an addition before this one still reads of it is waited for.
     """
-    columns, width = value.shape[1], ref.shape[3]
-    if interpreting():
-        batch, row, head, column = start
-        def add(r):
-            for first in range(0, width, columns):
-                mine = slice(first, min(first + columns, width))
-
-                @pl.when(column == first)
-                def _(mine=mine):
-                    ref[batch, row + r, head, mine] += value[r, : mine.stop - mine.start]
-
-        _for_rows(rows, add)
+    batch, row, head, column = start
+    if interpreting():  # it knows no reductions
+        _emulated_add(ref, start, value)
         return
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    st_shared(value, smem)
+    plgpu.commit_smem()
+    rows = ref.at[batch, pl.ds(row, ptx.TILE_ROWS), head]
+    for i in range(ptx.SLAB // FLOAT_SLAB):
+        part = rows.at[:, pl.ds(column + i * FLOAT_SLAB, FLOAT_SLAB)]
+        plgpu.copy_smem_to_gmem(smem.at[i], part, reduction_op="add", commit_group=False)
+    plgpu.commit_smem_to_gmem_group()
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SCALAR] * 5, WGMMA))
-    def reduce(_, ref, batch, row, head, column, rows, value):
-        kind, base, words = ir.MemRefType(ref.type), utils.memref_ptr(ref), ptx.scalars(value)
-        first_row, first_column = ptx.lane_position()
-        first_column = arith.addi(column.registers[()], first_column)
-        for i in range(2):
-            index = arith.addi(first_row, integer(8 * i))
-            inside = arith.cmpi(arith.CmpIPredicate.slt, index, rows.registers[()])
-            at = _flat(kind, (batch.registers[()], arith.addi(row.registers[()], index), head.registers[()]))
-            pointer = _element_pointer(base, kind.element_type, arith.addi(at, _wide(first_column)))
-            for group in range(columns // 8):
-                here = inside
-                if width % ptx.SLAB:
-                    last = arith.cmpi(arith.CmpIPredicate.slt, first_column, integer(width - 8 * group))
-                    here = arith.andi(inside, last)
-                _where(here, "red.relaxed.gpu.global.add.v2.f32", pointer, 32 * group, words[4 * group + 2 * i :][:2])
 
-    reduce(ref, *(jnp.asarray(x, jnp.int32) for x in (*start, rows)), value)
+def _emulated_add(ref, start, value):
+    (_, length, _, width), (batch, row, head, column) = ref.shape, start
+
+    def add(r):
+        for first in range(0, width, ptx.SLAB):
+            mine = slice(first, min(first + ptx.SLAB, width))
+
+            @pl.when(column == first)
+            def _(mine=mine):
+                ref[batch, row + r, head, mine] += value[r, : mine.stop - mine.start]
+
+    _for_rows(length - row, add)
 
 
 def st_global_rows(ref, start, value: jax.Array, rows) -> None:
@@ -278,19 +310,12 @@ def _flat(kind, indices):
 
 
 def _store_if(condition, pointer, offset: int, words: list) -> None:
-    """One or two 32-bit words to `pointer + offset` bytes (`st.global`) where the condition holds."""
-    form = "v2.b32" if len(words) == 2 else "b32"
+    """One or two 32-bit words to `pointer + offset` bytes (`st.global`) where the condition (i1) holds."""
+    form, listed = ("v2.b32", "{$2, $3}") if len(words) == 2 else ("b32", "$2")
     words = [x if x.type == i32() else arith.bitcast(i32(), x) for x in words]
-    _where(condition, f"st.global.{form}", pointer, offset, words)
-
-
-def _where(condition, instruction: str, pointer, offset: int, words: list) -> None:
-    """An instruction on `[pointer + offset]` and one or two words, where the condition (i1) holds."""
-    listed = "{$2, $3}" if len(words) == 2 else "$2"
-    text = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p {instruction} [$0 + {offset}], {listed}; }}"
+    text = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.global.{form} [$0 + {offset}], {listed}; }}"
     operands = [pointer, arith.extui(i32(), condition), *words]
-    letters = "".join(",f" if x.type == ir.F32Type.get() else ",r" for x in words)
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "l,r" + letters, has_side_effects=True)
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "l,r" + ",r" * len(words), has_side_effects=True)
 
 
 def _plane(ref, batch, head):

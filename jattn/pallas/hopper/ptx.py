@@ -329,6 +329,20 @@ def _bar(operation: str, index, threads: int) -> None:
     bar(jnp.asarray(index, jnp.int32))
 
 
+def fence_async_shared() -> None:
+    """What this thread wrote to shared memory is seen by products and TMA that a later barrier lets begin
+    (`fence.proxy.async`)."""
+    if interpreting():
+        return
+
+    @plgpu.inline_mgpu()
+    def fence(_):
+        text = "fence.proxy.async.shared::cta;"
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
+
+    fence()
+
+
 # --- scalar instructions, for use inside `plgpu.inline_mgpu` on the registers of an array -----------------------------
 
 

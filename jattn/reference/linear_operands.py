@@ -1,0 +1,81 @@
+"""From what a caller gives to what the recurrence takes: L2 norm, gate, activation of beta, scale, groups of heads."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jattn._linear import NORM_EPS
+from jattn._problem import accumulator
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """C tokens of each of s chunks, in the accumulator's dtype. Rows that do not exist are 0 throughout."""
+
+    q: Any  # [B, N, s, C, H], scaled
+    k: Any  # [B, N, s, C, H]
+    v: Any  # [B, N, s, C, D]
+    g: Any  # [B, N, s, C, H or 1]
+    beta: Any  # [B, N, s, C, 1] or None
+
+
+def operands(rows, exists, options) -> Operands:
+    """Operands of `rows`, the `Arrays` of tokens `[B, s, C, ...]`; `exists` is bool [s, C] or [B, 1, C]."""
+    N, dtype = rows.value.shape[-2], accumulator(rows.query.dtype)
+    q, k, v = (x.astype(dtype) for x in (rows.query, rows.key, rows.value))
+    if options.qk_l2norm:
+        q, k = unit(q), unit(k)
+    q = q * jnp.asarray(options.scale if rows.scale is None else rows.scale, dtype)
+    q, k = (_expand(x, N) for x in (q, k))
+    g = jnp.zeros((*v.shape[:-1], 1), dtype) if rows.g is None else _log_decay(rows, options, dtype)
+    beta = None
+    if options.rule.delta:
+        beta = activated(rows.beta.astype(dtype), options.beta_activation)[..., None]
+        beta = jnp.where(exists[..., None, None], beta, 0)
+    g = jnp.where(exists[..., None, None], g, 0)
+    return Operands(*(None if x is None else jnp.moveaxis(x, 3, 1) for x in (q, k, v, g, beta)))
+
+
+def unit(x):
+    """x over its length along the last axis."""
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + jnp.asarray(NORM_EPS, x.dtype))
+
+
+def log_decay(x, A_log, dt_bias, gate, lower_bound):
+    """The log of the decay from a raw gate; A_log and dt_bias (or None) broadcast to it."""
+    x = x if dt_bias is None else x + dt_bias
+    rate = jnp.ones((), x.dtype) if A_log is None else jnp.exp(A_log)
+    if gate == "softplus":
+        return -rate * jax.nn.softplus(x)
+    return jnp.asarray(lower_bound, x.dtype) * jax.nn.sigmoid(rate * x)
+
+
+def activated(beta, activation):
+    if activation is None:
+        return beta
+    return jax.nn.sigmoid(beta) * jnp.asarray(2 if activation == "sigmoid2" else 1, beta.dtype)
+
+
+def _log_decay(rows, options, dtype):
+    """[B, s, C, N, H or 1]."""
+    g = rows.g.astype(dtype)
+    if options.gate is not None:
+        A_log, bias = (None if x is None else x.astype(dtype) for x in (rows.A_log, rows.dt_bias))
+        if A_log is not None and options.rule.decay == "channel":
+            A_log = A_log[:, None]
+        g = log_decay(g, A_log, bias, options.gate, options.lower_bound)
+    return g if options.rule.decay == "channel" else g[..., None]
+
+
+def _expand(x, N):
+    """[..., K, H] -> [..., N, H]. Only a few chunks of tokens ever have all heads at once."""
+    K = x.shape[-2]
+    if K == N:
+        return x
+    x = jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], N // K, x.shape[-1]))
+    return x.reshape(*x.shape[:-3], math.prod(x.shape[-3:-1]), x.shape[-1])

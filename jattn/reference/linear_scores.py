@@ -1,0 +1,163 @@
+"""Products of decayed rows within a chunk, exact for any decay, and the inverse that the delta rule needs.
+
+    P_ij = Σ_c x_ic k_jc exp(G_ic − G_jc),  j ≤ i           G: sums of the log decay since the chunk began
+
+As a product of matrices, exp(G_i − G_j) must be exp(G_i − a) · exp(a − G_j) with one anchor a for all i and j of it.
+Any anchor at the start or in the middle of a chunk overflows once the gates are strong enough. So the triangle is cut
+in two again and again:
+
+    P = [[P₁, 0], [Q, P₂]]        Q anchored at the last row of P₁: both exponents are sums of log decays, hence ≤ 0
+
+which takes C log₂ C exponentials a channel and half the products of the square, has no future token in any row, and
+lends its shape to the inverse: inv [[A, 0], [X, B]] = [[A⁻¹, 0], [−B⁻¹ X A⁻¹, B⁻¹]].
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_FORGOTTEN = -(2.0**14)  # exp of it is 0 in every dtype; sums of 64 such numbers on the grid below are exact
+_GRID = 16
+
+
+class Sums(NamedTuple):
+    """Running sums of the log decay over a chunk, as hi + lo.
+
+    hi holds the multiples of 1/16, whose sums and differences are exact; lo, the rest, stays below 2. In one float32
+    number, one decay of exp(-1000) would cost the later differences in its chunk four digits.
+    """
+
+    hi: Any  # [..., C, H or 1]
+    lo: Any
+
+    def __sub__(self, other):
+        return (self.hi - other.hi) + (self.lo - other.lo)
+
+    def __getitem__(self, index):
+        return Sums(self.hi[index], self.lo[index])
+
+    def map(self, fn):
+        return Sums(fn(self.hi), fn(self.lo))
+
+    def value(self):
+        return self.hi + self.lo
+
+
+def einsum(spec, *operands):
+    """In the precision of the operands: no TF32, no bfloat16 passes."""
+    return jnp.einsum(spec, *operands, precision=lax.Precision.HIGHEST)
+
+
+def sums(g, runs) -> Sums:
+    """Running sums of g `[..., C, H or 1]`, anew in each run (int `[..., C]`, not decreasing; None is one run)."""
+    g = jnp.maximum(g, jnp.asarray(_FORGOTTEN, g.dtype))
+    hi = jnp.round(g * _GRID) / _GRID
+    before = _before(g.shape[-2], runs, g.dtype)
+    return Sums(einsum("...ij,...jh->...ih", before, hi), einsum("...ij,...jh->...ih", before, g - hi))
+
+
+def sums_backward(dG, runs):
+    """The gradient of g from that of its running sums."""
+    return einsum("...ij,...ih->...jh", _before(dG.shape[-2], runs, dG.dtype), dG)
+
+
+def _before(C, runs, dtype):
+    """[..., C, C]: 1 where column j is not after row i and in its run."""
+    before = jnp.tril(jnp.ones((C, C), bool))
+    if runs is not None:
+        before = before & (runs[..., :, None] == runs[..., None, :])
+    return before.astype(dtype)
+
+
+def decays(G: Sums, runs):
+    """[..., C, C]: exp(G_i − G_j) for j ≤ i in one run, else 0, from sums `[..., C, 1]`."""
+    columns = G.map(lambda x: jnp.swapaxes(x, -1, -2))
+    seen = _before(G.hi.shape[-2], runs, jnp.bool_)
+    return jnp.exp(jnp.where(seen, G - columns, -jnp.inf))
+
+
+def scores(x, k, G: Sums, runs):
+    """P [..., C, C] from x and k [..., C, H]; 0 above the diagonal and across runs."""
+    P = jnp.sum(x * k, axis=-1)[..., None, None]
+    for b in _sizes(x.shape[-2]):
+        below, above = _factors(G, runs, b)
+        Q = einsum("...ih,...jh->...ij", _halves(x, b, 1) * below, _halves(k, b, 0) * above)
+        P = _join(P, Q, P)
+    return P[..., 0, :, :]
+
+
+def scores_backward(dP, x, k, G: Sums, runs):
+    """Gradients of x and k. That of G is x · dx − k · dk."""
+    diagonal, corners = split(dP)
+    dx, dk = diagonal[..., None] * k, diagonal[..., None] * x
+    for dQ, b in zip(corners, _sizes(x.shape[-2]), strict=True):
+        below, above = _factors(G, runs, b)
+        to_x = below * einsum("...ij,...jh->...ih", dQ, _halves(k, b, 0) * above)
+        to_k = above * einsum("...ij,...ih->...jh", dQ, _halves(x, b, 1) * below)
+        dx = dx + _as_half(to_x, 1)
+        dk = dk + _as_half(to_k, 0)
+    return dx, dk
+
+
+def inverse(L):
+    """(I + L)⁻¹ for strictly lower L `[..., C, C]`.
+
+    By blocks that double, from 1: never by powers of L, which explode where keys repeat (1e9 and more in float32).
+    """
+    _, corners = split(L)
+    T = jnp.ones((*L.shape[:-1], 1, 1), L.dtype)
+    for X in corners:
+        pair = T.reshape(*X.shape[:-2], 2, *X.shape[-2:])
+        first, second = pair[..., 0, :, :], pair[..., 1, :, :]
+        T = _join(T, -einsum("...ij,...jk,...kl->...il", second, X, first), T)
+    return T[..., 0, :, :]
+
+
+def inverse_backward(dT, T):
+    """The gradient of L from that of its inverse."""
+    return -jnp.tril(einsum("...ji,...jk,...lk->...il", T, dT, T), -1)
+
+
+def split(P):
+    """The diagonal [..., C] of P, and its corners Q [..., C / 2b, b, b] for b = 1, 2, 4, ... as in the sketch above."""
+    blocks, corners = P[..., None, :, :], []
+    while (b := blocks.shape[-1] // 2) > 0:
+        corners.append(blocks[..., b:, :b])
+        pair = jnp.stack([blocks[..., :b, :b], blocks[..., b:, b:]], axis=-3)
+        blocks = pair.reshape(*pair.shape[:-4], 2 * pair.shape[-4], b, b)
+    return blocks[..., 0, 0], corners[::-1]
+
+
+def _join(first, corner, _):
+    pair = first.reshape(*corner.shape[:-2], 2, *corner.shape[-2:])
+    top = jnp.concatenate([pair[..., 0, :, :], jnp.zeros_like(corner)], axis=-1)
+    return jnp.concatenate([top, jnp.concatenate([corner, pair[..., 1, :, :]], axis=-1)], axis=-2)
+
+
+def _sizes(C):
+    return [1 << i for i in range(C.bit_length() - 1)]
+
+
+def _factors(G, runs, b):
+    """exp(G_i − a) of the lower halves and exp(a − G_j) of the upper ones, [..., C / 2b, b, H or 1], 0 across runs."""
+    upper, lower = (G.map(lambda x, half=half: _halves(x, b, half)) for half in (0, 1))
+    anchor = upper.map(lambda x: x[..., -1:, :])
+    below, above = lower - anchor, anchor - upper
+    if runs is not None:
+        up, low = (_halves(runs[..., None], b, half) for half in (0, 1))
+        last = up[..., -1:, :]
+        below, above = jnp.where(low == last, below, -jnp.inf), jnp.where(up == last, above, -jnp.inf)
+    return jnp.exp(below), jnp.exp(above)
+
+
+def _halves(x, b, half):
+    """Every second b rows of [..., C, h]: [..., C / 2b, b, h]."""
+    return x.reshape(*x.shape[:-2], x.shape[-2] // (2 * b), 2, b, x.shape[-1])[..., half, :, :]
+
+
+def _as_half(x, half):
+    """Its transpose: [..., n, b, h] among zeros, [..., 2nb, h]."""
+    pair = jnp.stack([x, jnp.zeros_like(x)] if half == 0 else [jnp.zeros_like(x), x], axis=-3)
+    return jax.lax.reshape(pair, (*pair.shape[:-4], 2 * pair.shape[-4] * pair.shape[-2], pair.shape[-1]))
