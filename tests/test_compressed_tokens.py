@@ -21,7 +21,7 @@ def draw(kind, B=2, T=33, dtype="float32", seed=0):
     rng, C = np.random.default_rng(seed), c * (2 if overlap else 1)
     u = rng.standard_t(3, (B, T, C)).astype(dtype)
     z = (2 * rng.standard_normal((B, T, C))).astype(dtype)
-    z[:, 5] += 40  # one token takes a block
+    z[:, 13] += 40  # one token takes a block
     weights = rng.standard_normal((m, C)), 1 + 0.3 * rng.standard_normal(c)
     return u, z, *(w.astype("float64" if dtype == "float64" else "float32") for w in weights)
 

@@ -185,7 +185,7 @@ EXAMPLES = {
     **unary_integers("neg", "sign", "abs", "square", "bitwise_not", "clz", "stop_gradient"),
     "shifts": lambda x, y, t, s: (t << 3) + ((t - s) >> 1) + lax.shift_right_logical(t - s, jnp.int32(20)),
     "a hash": lambda x, y, t, s: mixed(t.astype(jnp.uint32), s.astype(jnp.uint32)),
-    "clamp": lambda x, y, t, s: lax.clamp(-y, x, y) + lax.clamp(jnp.int32(1), t, s + 1).astype(jnp.float32),
+    "clamp": lambda x, y, t, s: lax.clamp(-y, x, y) + lax.clamp(jnp.int32(1), t, jnp.int32(50)).astype(jnp.float32),
     "powers": lambda x, y, t, s: x**3 + y**-2 + ((t % 5) ** 3).astype(jnp.float32),
     **compared("eq", "ne", "lt", "le", "gt", "ge"),
     "booleans": lambda x, y, t, s: (((t > s) & (x > 0)) | ~(t > 7)) ^ ((s > 3) == (x > 1)) ^ ((s > 5) != (x > 2)),
