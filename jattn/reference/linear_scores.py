@@ -14,7 +14,6 @@ lends its shape to the inverse: inv [[A, 0], [X, B]] = [[A⁻¹, 0], [−B⁻¹ 
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -84,7 +83,7 @@ def scores(x, k, G: Sums, runs):
     for b in _sizes(x.shape[-2]):
         below, above = _factors(G, runs, b)
         Q = einsum("...ih,...jh->...ij", _halves(x, b, 1) * below, _halves(k, b, 0) * above)
-        P = _join(P, Q, P)
+        P = _join(P, Q)
     return P[..., 0, :, :]
 
 
@@ -111,7 +110,7 @@ def inverse(L):
     for X in corners:
         pair = T.reshape(*X.shape[:-2], 2, *X.shape[-2:])
         first, second = pair[..., 0, :, :], pair[..., 1, :, :]
-        T = _join(T, -einsum("...ij,...jk,...kl->...il", second, X, first), T)
+        T = _join(T, -einsum("...ij,...jk,...kl->...il", second, X, first))
     return T[..., 0, :, :]
 
 
@@ -130,8 +129,9 @@ def split(P):
     return blocks[..., 0, 0], corners[::-1]
 
 
-def _join(first, corner, _):
-    pair = first.reshape(*corner.shape[:-2], 2, *corner.shape[-2:])
+def _join(blocks, corner):
+    """Pairs of blocks [..., 2n, b, b] and the corners between them, as [..., n, 2b, 2b]."""
+    pair = blocks.reshape(*corner.shape[:-2], 2, *corner.shape[-2:])
     top = jnp.concatenate([pair[..., 0, :, :], jnp.zeros_like(corner)], axis=-1)
     return jnp.concatenate([top, jnp.concatenate([corner, pair[..., 1, :, :]], axis=-1)], axis=-2)
 
@@ -160,4 +160,4 @@ def _halves(x, b, half):
 def _as_half(x, half):
     """Its transpose: [..., n, b, h] among zeros, [..., 2nb, h]."""
     pair = jnp.stack([x, jnp.zeros_like(x)] if half == 0 else [jnp.zeros_like(x), x], axis=-3)
-    return jax.lax.reshape(pair, (*pair.shape[:-4], 2 * pair.shape[-4] * pair.shape[-2], pair.shape[-1]))
+    return pair.reshape(*pair.shape[:-4], 2 * pair.shape[-4] * pair.shape[-2], pair.shape[-1])
