@@ -18,9 +18,25 @@ import numpy as np
 
 from jattn import _check, _formats
 from jattn._varying import vary, varying_axes
+from jattn.indexer import (
+    indexer_dequantize,
+    indexer_kl,
+    indexer_logits,
+    indexer_quantize,
+    indexer_scores,
+    indexer_select,
+    int32,
+    limit,
+    only_xla,
+    positive,
+    topk_select,
+)  # fmt: skip
 from jattn.reference import sparse as _xla
 
-__all__ = ["indexer_logits", "indexer_select", "sparse_attention", "topk_select"]
+__all__ = [
+    "indexer_dequantize", "indexer_kl", "indexer_logits", "indexer_quantize", "indexer_scores", "indexer_select",
+    "page_rows", "sparse_attention", "sparse_weights", "topk_select",
+]  # fmt: skip
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
@@ -128,6 +144,84 @@ def _refuse_second_derivatives(*_):
 _attend.__wrapped__.defvjp(_attend_forward, _attend_backward)
 
 
+def sparse_weights(
+    query, kv, indices, lse, *, scale: float, list_lengths=None, k_start=None, k_end=None, block_size: int = 1,
+    kv2=None, indices2=None, list_lengths2=None, implementation: str | None = None,
+):  # fmt: skip
+    """The softmax weights of `sparse_attention` at each slot, summed over heads: what an indexer is trained towards.
+
+    Args:
+        query, kv, indices, scale, list_lengths, k_start, k_end, block_size, kv2, indices2, list_lengths2,
+        implementation: as in `sparse_attention`.
+        lse: floating-point `[*B, T, N]`, as it returned it.
+
+    Returns:
+        `[*B, T, L · block_size]` (then L2 for the second list), float32 (float64 for float64 inputs): 0 in empty slots.
+        No gradients: it is a target.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong. NotImplementedError: a named implementation without a kernel.
+
+    Example:
+        >>> out, lse = jattn.sparse_attention(q, kv, lists, scale=0.1, return_residual=True)
+        >>> target = jattn.sparse_weights(q, kv, lists, lse, scale=0.1)
+
+    Source: DeepSeek-V3.2 (2025), section on training.
+    """
+    only_xla("sparse_weights", implementation)
+    call = _Call.make(
+        query, kv, indices, scale=scale, value_dim=None, list_lengths=list_lengths, k_start=k_start, k_end=k_end,
+        block_size=block_size, kv2=kv2, indices2=indices2, list_lengths2=list_lengths2,
+    )
+    lse, (rows, N, _) = _check.array(lse, "lse"), call.arrays[0].shape
+    if lse.shape != (*call.batch, N):
+        raise ValueError(f"lse has shape {lse.shape}; expected [*B, T, N]={(*call.batch, N)}")
+    if not jnp.issubdtype(lse.dtype, jnp.floating):
+        raise TypeError(f"lse must be floating-point, not {lse.dtype}")
+    with jax.named_scope("jattn.sparse_weights"):
+        arrays, lse = jax.lax.stop_gradient((call.arrays, lse.reshape(rows, N)))
+        arrays, lists, lse = vary((arrays, call.lists, lse), varying_axes((arrays, call.lists, lse)))
+        found = _xla.weights(call.options, arrays, lists, lse)
+    return found.reshape(*call.batch, found.shape[-1])
+
+
+def page_rows(indices, block_tables, page_size: int):
+    """Rows of a pool of pages for indices into sequences: page of the block table · page_size + slot.
+
+    Args:
+        indices: int `[B, T, L]`, positions in each sequence; negative ones are empty slots, and stay -1.
+        block_tables: int `[B, W]`: entry w of row b is the page of tokens w · page_size and following of sequence b.
+        page_size: slots of a page, a positive int.
+
+    Returns:
+        int32 `[B, T, L]`, rows of `pool.reshape(-1, H)` for `sparse_attention`; -1 for what lies past the table, and
+        for page ids that are negative or would pass 2^31 rows.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+
+    Example:
+        >>> rows = jattn.page_rows(lists, block_tables, 64)                    # pool [P, 64, H]
+        >>> out = jattn.sparse_attention(q, pool.reshape(-1, 576), rows, scale=192**-0.5, value_dim=512)
+    """
+    indices, tables = _check.array(indices, "indices"), _check.array(block_tables, "block_tables")
+    page_size = positive(page_size, "page_size")
+    for name, x in (("indices", indices), ("block_tables", tables)):
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{name} must be integers, not {x.dtype}")
+    if tables.ndim != 2 or indices.ndim != 3 or indices.shape[0] != tables.shape[0]:
+        shapes = f"indices have shape {indices.shape} and block_tables {tables.shape}"
+        raise ValueError(f"{shapes}; expected [B, T, L] and [B, W]")
+    indices, tables = int32(indices), int32(tables)
+    if tables.shape[1] == 0:
+        return jnp.full(indices.shape, -1, jnp.int32)
+    inside = (indices >= 0) & (indices // page_size < tables.shape[1])
+    at = jnp.where(inside, indices // page_size, 0)
+    page = jnp.take_along_axis(tables[:, None], at, axis=2, mode="clip")
+    inside &= (page >= 0) & (page < (2**31 - 1) // page_size)
+    return jnp.where(inside, page * page_size + indices % page_size, -1)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """A checked call over lists, with rows for batch and query axes."""
@@ -153,7 +247,7 @@ class _Call:
             raise TypeError(f"scale={scale!r} must be a Python number: it is compiled in")
         if not math.isfinite(scale):
             raise ValueError(f"scale={scale!r} must be finite")
-        value_dim = H if value_dim is None else _positive(value_dim, "value_dim")
+        value_dim = H if value_dim is None else positive(value_dim, "value_dim")
         if value_dim > H:
             raise ValueError(f"value_dim={value_dim} must be <= H={H}: values are the first channels of keys")
         if (kv2 is None) != (indices2 is None):
@@ -164,8 +258,8 @@ class _Call:
         given += [] if kv2 is None else [(kv2, indices2, list_lengths2, "2")]
         found = [_listed(kv, indices, lengths, batch, H, query.dtype, tail) for kv, indices, lengths, tail in given]
         kvs, lists, sizes = zip(*found, strict=True)
-        limits = {"low": _limit(k_start, "k_start", batch), "high": _limit(k_end, "k_end", batch)}
-        blocks = (_positive(block_size, "block_size"), *[1] * (len(kvs) - 1))
+        limits = {"low": limit(k_start, "k_start", batch), "high": limit(k_end, "k_end", batch)}
+        blocks = (positive(block_size, "block_size"), *[1] * (len(kvs) - 1))
         return cls(
             (query.reshape(-1, N, H), tuple(kvs), sinks),
             (dataclasses.replace(lists[0], **limits), *lists[1:]),
@@ -194,219 +288,7 @@ def _listed(kv, indices, lengths, batch, H, dtype, tail):
         raise ValueError(f"kv{tail} has shape {kv.shape}; at most 2^31 - 1 rows can be addressed")
     item = jnp.zeros((rows,), jnp.int32) if shared else jnp.arange(rows, dtype=jnp.int32) // max(batch[-1], 1)
     lists = _xla.Lists(
-        _int32(indices).reshape(rows, -1) if indices.size else jnp.zeros((rows, indices.shape[-1]), jnp.int32),
-        item * size, _limit(lengths, "list_lengths" + tail, batch),
+        int32(indices).reshape(rows, -1) if indices.size else jnp.zeros((rows, indices.shape[-1]), jnp.int32),
+        item * size, limit(lengths, "list_lengths" + tail, batch),
     )
     return kv.reshape(-1, kv.shape[-1]), lists, size
-
-
-def indexer_logits(
-    query, key, weights, k_start=None, k_end=None, *, out_dtype=jnp.float32, implementation: str | None = None
-):
-    """Index scores `I[t, s] = sum over j of weights[t, j] · max(query[t, j] · key[s], 0)`.
-
-    They are -inf outside of [k_start, k_end).
-    All constant factors (head_dim ** -0.5 · heads ** -0.5) belong in `weights`, which may be negative. Products and
-    sums are float32 (float64 for float64). A score's bits depend on its query, its key and the weights alone.
-
-    Args:
-        query: `[*B, T, N, H]`, N index heads; or the pair (codes, scales) that `indexer_quantize` returns.
-        key: `[*B, S, H]`, one head, or `[S, H]` for all; or such a pair, in the same format.
-        weights: floating-point `[*B, T, N]`.
-        k_start, k_end: int `[*B, T]`, or one for all: the keys that each query may see; None is 0 and S. A causal
-            query at position p has k_end = p + 1.
-        out_dtype: of the scores: float32, or bfloat16 for a cheaper selection (float64 for float64).
-        implementation: "xla" or None.
-
-    Returns:
-        `[*B, T, S]`. Differentiable in arrays (not in codes); the derivative of max(x, 0) at 0 is 0.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong. NotImplementedError: a named implementation without a kernel.
-
-    Example:
-        >>> q, k = jax.random.normal(jax.random.key(0), (5, 4, 32)), jax.random.normal(jax.random.key(1), (5, 32))
-        >>> jattn.indexer_logits(q, k, jnp.ones((5, 4)), k_end=jnp.arange(1, 6)).shape
-        (5, 5)
-
-    Source: DeepSeek-V3.2 (2025), "lightning indexer".
-    """
-    only_xla("indexer_logits", implementation)
-    index, batch = _index(query, key, weights, k_start, k_end)
-    out_dtype = _score_dtype(out_dtype, "out_dtype")
-    with jax.named_scope("jattn.indexer_logits"):
-        scores = _xla.logits(index, out_dtype)
-    return scores.reshape(*batch, scores.shape[-1])
-
-
-def topk_select(scores, k: int, k_start=None, k_end=None, *, implementation: str | None = None):
-    """The k largest scores of each row: exact, ties to the lower index, in ascending order of index.
-
-    Scores are compared in their dtype. Zeros tie whatever their sign; NaN is below everything else. What lies outside
-    of [k_start, k_end) is left out by its index, whatever its value, and -inf inside is a candidate like any other.
-
-    Args:
-        scores: floating-point `[*B, T, S]`.
-        k: slots of a list, a positive int; it may be larger than S.
-        k_start, k_end: int `[*B, T]`, or one for all; None is 0 and S.
-        implementation: "xla" or None.
-
-    Returns:
-        (indices int32 `[*B, T, k]`, count int32 `[*B, T]`): count = min(k, k_end - k_start) indices, then -1.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong. NotImplementedError: a named implementation without a kernel.
-
-    Example:
-        >>> jattn.topk_select(jnp.array([[1.0, 3.0, 3.0, 2.0]]), 2)
-        (Array([[1, 2]], dtype=int32), Array([2], dtype=int32))
-    """
-    only_xla("topk_select", implementation)
-    scores, k = _check.array(scores, "scores"), _positive(k, "k")
-    if scores.ndim < 2:
-        raise ValueError(f"scores have shape {scores.shape}; expected [*B, T, S]")
-    if str(scores.dtype) not in _FLOATS:
-        raise TypeError(f"scores have dtype {scores.dtype}; expected one of {', '.join(_FLOATS)}")
-    *batch, S = scores.shape
-    batch, rows = tuple(batch), math.prod(batch)
-    low, high = _bounds(k_start, k_end, batch, S)
-    if rows == 0 or S == 0:
-        return jnp.full((*batch, k), -1, jnp.int32), jnp.zeros(batch, jnp.int32)
-    with jax.named_scope("jattn.topk_select"):
-        indices, count = _xla.top_k(jax.lax.stop_gradient(scores).reshape(rows, S), k, low, high)
-    return indices.reshape(*batch, k), count.reshape(batch)
-
-
-def indexer_select(
-    query, key, weights, k: int, k_start=None, k_end=None, *, score_dtype=jnp.float32,
-    implementation: str | None = None,
-):  # fmt: skip
-    """`topk_select` of `indexer_logits`, for a few rows at a time: scores of all rows never exist at once.
-
-    Args:
-        query, key, weights, k_start, k_end: as in `indexer_logits`.
-        k: as in `topk_select`.
-        score_dtype: what scores are rounded to before they are compared: float32 or bfloat16.
-        implementation: "xla" or None.
-
-    Returns:
-        (indices int32 `[*B, T, k]`, count int32 `[*B, T]`), as `topk_select`, with its bits. No gradients.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong. NotImplementedError: a named implementation without a kernel.
-
-    Example:
-        >>> lists, count = jattn.indexer_select(q, k, w, 2048, k_end=positions + 1)
-        >>> out = jattn.sparse_attention(query, latents, lists, scale=192**-0.5, value_dim=512)
-
-    Source: DeepSeek-V3.2 (2025).
-    """
-    only_xla("indexer_select", implementation)
-    k = _positive(k, "k")
-    index, batch = _index(query, key, weights, k_start, k_end)
-    score_dtype = _score_dtype(score_dtype, "score_dtype")
-    with jax.named_scope("jattn.indexer_select"):
-        indices, count = _xla.select(jax.lax.stop_gradient(index), k, score_dtype)
-    return indices.reshape(*batch, k), count.reshape(batch)
-
-
-def only_xla(op: str, implementation: str | None):
-    """Refuses every implementation that is named, but "xla"."""
-    if implementation == "mosaic":
-        reason = "mosaic: it has no kernel for this op"
-        raise NotImplementedError(f"no implementation of jattn.{op} can run this call: {reason}; 'xla' and None run it")
-    if implementation not in (None, "xla"):
-        raise ValueError(f"implementation={implementation!r} is unknown; choose from 'mosaic', 'xla' or None")
-
-
-def _index(query, key, weights, k_start, k_end):
-    """The checked operands of index scores, with rows for batch and query axes, and (*B, T)."""
-    weights = _check.array(weights, "weights")
-    if weights.ndim < 2 or not jnp.issubdtype(weights.dtype, jnp.floating):
-        raise ValueError(f"weights are {weights.dtype} of shape {weights.shape}; expected floating-point [*B, T, N]")
-    *batch, N = weights.shape
-    batch = tuple(batch)
-    query, key = _coded(query, "query"), _coded(key, "key")
-    q, k = (x[0] if isinstance(x, tuple) else x for x in (query, key))
-    if q.dtype != k.dtype:
-        raise TypeError(f"key dtype {k.dtype} must equal query's {q.dtype}")
-    if q.shape[:-1] != (*batch, N):
-        raise ValueError(f"query has shape {q.shape}; expected [*B, T, N, H] with (*B, T, N)={(*batch, N)} of weights")
-    if k.ndim < 2 or (k.ndim != 2 and k.shape[:-2] != batch[:-1]):
-        raise ValueError(f"key has shape {k.shape}; expected [S, H], or [*B, S, H] with *B={batch[:-1]}")
-    if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"key head dim H={k.shape[-1]} must equal query's H={q.shape[-1]}")
-    rows, S, items = math.prod(batch), k.shape[-2], math.prod(k.shape[:-2])
-    low, high = _bounds(k_start, k_end, batch, S)
-    item = jnp.arange(rows, dtype=jnp.int32) // max(batch[-1], 1) if items > 1 else jnp.zeros((rows,), jnp.int32)
-    index = _xla.Index(
-        jax.tree.map(lambda x: x.reshape(rows, N, x.shape[-1]), query), weights.reshape(rows, N),
-        jax.tree.map(lambda x: x.reshape(items, S, x.shape[-1]), key), item, low, high,
-    )
-    return vary(index, varying_axes(index)), batch
-
-
-def _coded(x, name):
-    """An array, or a checked pair (codes, scales) of `indexer_quantize`."""
-    if not isinstance(x, tuple | list):
-        x = _check.array(x, name)
-        if str(x.dtype) not in _FLOATS:
-            raise TypeError(f"{name} has dtype {x.dtype}; expected one of {', '.join(_FLOATS)}, or (codes, scales)")
-        return x
-    if len(x) != 2:
-        raise ValueError(f"{name} must be an array or a pair (codes, scales), not {len(x)} arrays")
-    codes, scales = (_check.array(y, name) for y in x)
-    kinds = {"float8_e4m3fn": ("float32", 1), "uint8": ("uint8", codes.shape[-1] // 16)}
-    want = kinds.get(str(codes.dtype))
-    if want is None or str(scales.dtype) != want[0] or scales.shape != (*codes.shape[:-1], want[1]):
-        raise ValueError(
-            f"{name} is {codes.dtype} of shape {codes.shape} with {scales.dtype} scales of shape {scales.shape}: "
-            "no pair that indexer_quantize returns"
-        )
-    return codes, scales
-
-
-def _score_dtype(dtype, name):
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in _FLOATS:
-        raise TypeError(f"{name}={dtype.name} must be one of {', '.join(_FLOATS)}")
-    return dtype
-
-
-def _bounds(k_start, k_end, batch, S):
-    """int32 `[R]` each, within [0, S]."""
-    rows = math.prod(batch)
-    low, high = _limit(k_start, "k_start", batch), _limit(k_end, "k_end", batch)
-    low = jnp.zeros((rows,), jnp.int32) if low is None else jnp.clip(low, 0, S)
-    high = jnp.full((rows,), S, jnp.int32) if high is None else jnp.clip(high, 0, S)
-    return low, jnp.maximum(low, high)
-
-
-def _limit(x, name, batch):
-    """int32 `[R]` of an int, or one for each row; None stays."""
-    if x is None:
-        return None
-    if isinstance(x, bool | float):
-        raise TypeError(f"{name}={x!r} must be an int array")
-    x = _check.array(x, name)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, not {x.dtype}")
-    if x.shape not in ((), batch):
-        raise ValueError(f"{name} has shape {x.shape}; expected an int, or one for each query, {batch}")
-    return jnp.broadcast_to(_int32(x), batch).reshape(-1)
-
-
-def _int32(x):
-    """int32 of any integers; those past it saturate, and so stay out of every range."""
-    if x.dtype.itemsize > 4 or x.dtype == jnp.uint32:
-        x = jnp.minimum(x, np.asarray(2**31 - 1, x.dtype))
-        x = x if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else jnp.maximum(x, np.asarray(-(2**31), x.dtype))
-    return x.astype(jnp.int32)
-
-
-def _positive(x, name):
-    if isinstance(x, bool) or not isinstance(x, int | np.integer):
-        raise TypeError(f"{name}={x!r} must be a Python int")
-    if x < 1:
-        raise ValueError(f"{name}={x} must be >= 1")
-    return int(x)

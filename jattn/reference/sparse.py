@@ -1,4 +1,4 @@
-"""Attention over lists of keys, index scores and their selection in plain JAX: `implementation="xla"` of `sparse.py`.
+"""Attention over lists of keys in plain JAX: `implementation="xla"` of `sparse_attention`.
 
     for each block of rows (queries):                       as many as a fixed amount of memory holds
         K = the rows of kv that their lists name; 0 where a slot is empty
@@ -59,9 +59,9 @@ def forward(options, arrays, lists):
     def step(rows, state):
         part = _Part(options, arrays, lists, rows)
         values = part.weights_times_values() * _reciprocal(part.total)[..., None]
-        return tuple(_put(x, rows, new) for x, new in zip(state, (values, part.lse), strict=True))
+        return tuple(put(x, rows, new) for x, new in zip(state, (values, part.lse), strict=True))
 
-    return _over_rows(options, arrays, lists, state, step)
+    return over_rows(options, arrays, lists, state, step)
 
 
 def backward(options, arrays, lists, dout, dlse):
@@ -77,11 +77,11 @@ def backward(options, arrays, lists, dout, dlse):
     def step(rows, state):
         dquery, dkvs, dsinks = state
         part = _Part(options, arrays, lists, rows)
-        dq, dkeys, dsink = part.gradients(_take(dout, rows), _take(dlse, rows))
-        dkvs = tuple(None if d is None else _add_keys(d, *x) for d, x in zip(dkvs, part.split(dkeys), strict=True))
-        return _put(dquery, rows, dq), dkvs, None if dsinks is None else dsinks + dsink
+        dq, dkeys, dsink = part.gradients(take(dout, rows), take(dlse, rows))
+        dkvs = tuple(None if d is None else add_keys(d, *x) for d, x in zip(dkvs, part.split(dkeys), strict=True))
+        return put(dquery, rows, dq), dkvs, None if dsinks is None else dsinks + dsink
 
-    gradients = _over_rows(options, arrays, lists, state, step)
+    gradients = over_rows(options, arrays, lists, state, step)
     return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, (query, _differentiable(kvs), sinks))
 
 
@@ -93,14 +93,14 @@ def weights(options, arrays, lists, lse):
 
     def step(rows, state):
         part = _Part(options, arrays, lists, rows)
-        seen = _take(lse, rows)
+        seen = take(lse, rows)
         safe = jnp.where(jnp.isfinite(seen), seen, 0)[..., None]
         p = jnp.where(part.valid[:, None] & jnp.isfinite(seen)[..., None], jnp.exp(part.scores - safe), 0)
         total = jnp.sum(p, axis=1)
         pieces = [x[0] for x in part.split(total)]
-        return (_put(state[0], rows, jnp.concatenate([x[:, :n] for x, n in zip(pieces, lengths, strict=True)], 1)),)
+        return (put(state[0], rows, jnp.concatenate([x[:, :n] for x, n in zip(pieces, lengths, strict=True)], 1)),)
 
-    return _over_rows(options, arrays, lists, state, step)[0]
+    return over_rows(options, arrays, lists, state, step)[0]
 
 
 class _Part:
@@ -114,12 +114,12 @@ class _Part:
         self._einsum = functools.partial(jnp.einsum, precision=precision, preferred_element_type=self.dtype)
         exists = rows < query.shape[0]
         found = [
-            _fetch(kv, x, rows, exists, size, block, query.dtype)
+            fetch(kv, x, rows, exists, size, block, query.dtype)
             for kv, x, size, block in zip(kvs, lists, options.sizes, options.blocks, strict=True)
         ]
         keys, valid, self.addresses = zip(*found, strict=True)
         self.counts = [x.shape[1] for x in valid]
-        keys, valid, query = jnp.concatenate(keys, axis=1), jnp.concatenate(valid, axis=1), _take(query, rows)
+        keys, valid, query = jnp.concatenate(keys, axis=1), jnp.concatenate(valid, axis=1), take(query, rows)
         # A fetch depends on the shapes of the caller's arrays; what follows must compile to the same code for all.
         self.keys, self.valid, self.query = lax.optimization_barrier((keys, valid, query))
         scores = self._einsum("rnh,rlh->rnl", self.query, self.keys) * np.asarray(options.scale, self.dtype)
@@ -160,23 +160,23 @@ class _Part:
         return list(zip(jnp.split(x, ends, 1), self.addresses, jnp.split(self.valid, ends, 1), strict=True))
 
 
-def _fetch(kv, lists, rows, exists, size, block, dtype):
+def fetch(kv, lists, rows, exists, size, block, dtype):
     """Keys `[C, L, H]`, which are valid `[C, L]`, and their addresses in kv; L is a multiple of `SLOTS`."""
-    index, slots = _take(lists.indices, rows), lists.indices.shape[1]
+    index, slots = take(lists.indices, rows), lists.indices.shape[1]
     valid = exists[:, None] & (index >= 0) & (index < -(-size // block))
     if lists.lengths is not None:
-        valid &= jnp.arange(slots, dtype=jnp.int32) < _take(lists.lengths, rows)[:, None]
+        valid &= jnp.arange(slots, dtype=jnp.int32) < take(lists.lengths, rows)[:, None]
     index = jnp.where(valid, index, 0)
     if block > 1:
         index = (index[..., None] * block + jnp.arange(block, dtype=jnp.int32)).reshape(-1, slots * block)
         valid = jnp.repeat(valid, block, axis=1) & (index < size)
     if lists.low is not None:
-        valid &= index >= _take(lists.low, rows)[:, None]
+        valid &= index >= take(lists.low, rows)[:, None]
     if lists.high is not None:
-        valid &= index < _take(lists.high, rows)[:, None]
+        valid &= index < take(lists.high, rows)[:, None]
     fill = ((0, 0), (0, -(slots * block) % SLOTS))
     index, valid = jnp.pad(index, fill), jnp.pad(valid, fill)
-    address = jnp.where(valid, _take(lists.first, rows)[:, None] + index, 0)
+    address = jnp.where(valid, take(lists.first, rows)[:, None] + index, 0)
     if kv.shape[0] == 0:
         keys = jnp.zeros((*index.shape, kv.shape[1]), kv.dtype)
     else:
@@ -185,7 +185,7 @@ def _fetch(kv, lists, rows, exists, size, block, dtype):
     return _formats.unpack_latent(keys, dtype) if kv.dtype == jnp.uint8 else keys, valid, address
 
 
-def _add_keys(total, new, address, valid):
+def add_keys(total, new, address, valid):
     """`total [P, H]` plus `new [C, L, H]` at `address`, one row of the block after another."""
     L = address.shape[1]
     times = jax.vmap(_multiplicity)(jnp.where(valid, address, -1))
@@ -211,7 +211,7 @@ def _multiplicity(ids):
     return jnp.zeros((L,), jnp.int32).at[order].set(jnp.where(starts, following - place, 0), unique_indices=True)
 
 
-def _over_rows(options, arrays, lists, state, step):
+def over_rows(options, arrays, lists, state, step):
     """`step(rows, state)` over blocks of rows; rows past the last do not exist."""
     query, kvs, _ = arrays
     R = query.shape[0]
@@ -233,159 +233,13 @@ def _reciprocal(total):
     return jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
 
 
-def _take(x, rows):
+def take(x, rows):
     return jnp.take(x, rows, axis=0, mode="clip")
 
 
-def _put(x, rows, new):
+def put(x, rows, new):
     return x.at[rows].set(new.astype(x.dtype), mode="drop", unique_indices=True)
 
 
 def _differentiable(kvs):
     return tuple(None if kv.dtype == jnp.uint8 else kv for kv in kvs)
-
-
-# Index scores and their selection.
-
-ROWS, KEYS = 16, 1024  # of one tile of index scores
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Index:
-    """The operands of index scores, for R rows: either array may be a pair (codes, scales)."""
-
-    query: Any  # [R, N, H]
-    weights: Any  # [R, N]
-    key: Any  # [B, S, H]
-    batch: Any  # int32 [R]: which of the B a row belongs to
-    low: Any  # int32 [R]: first key that is scored
-    high: Any  # int32 [R]: first past it that is not
-
-
-def logits(index, out_dtype):
-    """`[R, S]` of `out_dtype`, -inf outside of [low, high)."""
-    (R, *_), S = index.weights.shape, _plain(index.key).shape[1]
-    tiles = -(-S // KEYS)
-
-    @jax.checkpoint
-    def tile(rows, t):
-        return _tile(index, rows, t)
-
-    def some_rows(i):
-        rows = i * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
-        scores = lax.map(lambda t: tile(rows, t), jnp.arange(tiles, dtype=jnp.int32))
-        scores = jnp.moveaxis(scores, 0, 1).reshape(ROWS, tiles * KEYS)[:, :S]
-        return jnp.where(_inside(index, rows, S), scores, -jnp.inf).astype(out_dtype)
-
-    if R == 0 or S == 0:
-        return jnp.zeros((R, S), out_dtype)
-    return lax.map(some_rows, jnp.arange(-(-R // ROWS), dtype=jnp.int32)).reshape(-1, S)[:R]
-
-
-def select(index, k, score_dtype):
-    """`(indices [R, k], count [R])` of the k largest scores of each row, whose scores exist for some rows at a time."""
-    (R, *_), S = index.weights.shape, _plain(index.key).shape[1]
-    state = jnp.full((R, k), -1, jnp.int32), jnp.zeros((R,), jnp.int32)
-    state = vary(state, varying_axes(index))
-    if R == 0 or S == 0:
-        return state
-    tiles = -(-S // KEYS)
-
-    def step(i, state):
-        rows = i * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
-        low, high = jnp.clip(_take(index.low, rows), 0, S), jnp.clip(_take(index.high, rows), 0, S)
-
-        def score(t, scores):
-            return lax.dynamic_update_slice_in_dim(scores, _tile(index, rows, t).astype(score_dtype), t * KEYS, 1)
-
-        scores = vary(jnp.full((ROWS, tiles * KEYS), -jnp.inf, score_dtype), varying_axes(index))
-        # Tiles that no row sees are not computed.
-        bounds = lax.optimization_barrier((jnp.min(low) // KEYS, -(-jnp.max(high) // KEYS)))
-        scores = lax.fori_loop(*bounds, score, scores)
-        return tuple(_put(x, rows, new) for x, new in zip(state, top_k(scores, k, low, high), strict=True))
-
-    return lax.fori_loop(0, -(-R // ROWS), step, state)
-
-
-def top_k(scores, k, low, high):
-    """`(indices [R, k], count [R])`: the k largest of `scores [R, S]` in [low, high), ascending; then -1.
-
-    The k-th largest is found bit by bit, by counting how many are as large: integers, so exact and in no order.
-    """
-    S = scores.shape[-1]
-    column = jnp.arange(S, dtype=jnp.int32)
-    exists = (column >= low[:, None]) & (column < high[:, None])
-    keys = jnp.where(exists, _ranks(scores), 0)
-    word, bits = keys.dtype.type, keys.dtype.itemsize * 8
-
-    def bit(i, threshold):
-        higher = threshold | (word(1) << (word(bits - 1) - i.astype(word)))
-        enough = jnp.sum(keys >= higher[:, None], axis=-1, dtype=jnp.int32) >= k
-        return jnp.where(enough, higher, threshold)
-
-    threshold = lax.fori_loop(0, bits, bit, keys[:, :1].max(axis=-1, initial=0) & word(0))[:, None]
-    above, equal = keys > threshold, (keys == threshold) & (threshold > 0)
-    wanted = k - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
-    chosen = above | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= wanted))
-    before = jnp.cumsum(chosen, axis=-1, dtype=jnp.int32)
-    nth = jnp.arange(1, k + 1, dtype=jnp.int32)
-    found = jax.vmap(lambda x: jnp.searchsorted(x, nth))(before).astype(jnp.int32)
-    count = jnp.minimum(jnp.sum(exists, axis=-1, dtype=jnp.int32), k)
-    return jnp.where(nth <= count[:, None], found, -1), count
-
-
-def _ranks(scores):
-    """Unsigned integers in the order of `scores`: zeros alike whatever their sign, NaN below -inf, all of them > 0."""
-    word = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[scores.dtype.itemsize]
-    bits = lax.bitcast_convert_type(scores, word)
-    sign = word(1) << word(scores.dtype.itemsize * 8 - 1)
-    infinity = lax.bitcast_convert_type(jnp.array(jnp.inf, scores.dtype), word)
-    size = bits & ~sign
-    bits = jnp.where(size == 0, word(0), bits)
-    return jnp.where(size > infinity, word(1), jnp.where(bits & sign, ~bits, bits | sign))
-
-
-def _tile(index, rows, t):
-    """Scores `[ROWS, KEYS]` of some rows against the t-th block of keys, in the accumulator's dtype."""
-    # The rows of one block may be of several batch items only where each has keys of its own.
-    S = _plain(index.key).shape[1]
-    column = jnp.minimum(t * KEYS + jnp.arange(KEYS, dtype=jnp.int32), S - 1)
-    one = _plain(index.key).shape[0] == 1
-
-    def cut(x):
-        return x[0, column] if one else x[_take(index.batch, rows)[:, None], column]
-
-    query, key = jax.tree.map(lambda x: _take(x, rows), index.query), jax.tree.map(cut, index.key)
-    weights = _take(index.weights, rows)
-    query, key, weights = lax.optimization_barrier((query, key, weights))
-    query, by_query = _operand(query)
-    key, by_key = _operand(key)
-    dtype = accumulator(query.dtype)
-    precision = lax.Precision.HIGHEST if query.dtype == dtype else None
-    equation = "rnh,mh->rnm" if one else "rnh,rmh->rnm"
-    products = jnp.einsum(equation, query, key, precision=precision, preferred_element_type=dtype)
-    # Not a maximum, whose gradient at 0 is one half; NaN stays.
-    products = jnp.where(products <= 0, 0, products)
-    weights = weights.astype(dtype) if by_query is None else weights.astype(dtype) * by_query
-    scores = jnp.sum(products * weights[..., None], axis=1)
-    return scores if by_key is None else scores * by_key
-
-
-def _operand(x):
-    """An array to multiply, and the scale of each of its rows or None."""
-    if not isinstance(x, tuple):
-        return x, None
-    codes, scales = x
-    if codes.dtype == jnp.uint8:
-        return _formats.dequantize_fp4(codes, scales, jnp.bfloat16), None
-    return codes.astype(jnp.bfloat16), scales[..., 0]
-
-
-def _plain(x):
-    return x[0] if isinstance(x, tuple) else x
-
-
-def _inside(index, rows, S):
-    column = jnp.arange(S, dtype=jnp.int32)
-    return (column >= _take(index.low, rows)[:, None]) & (column < _take(index.high, rows)[:, None])
