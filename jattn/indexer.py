@@ -9,19 +9,22 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jattn import _check, _formats
+from jattn._project import fits, layer_norm, product, rotated
 from jattn._varying import vary, varying_axes
 from jattn.reference import indexer as _xla
 from jattn.reference.sparse import Lists
 
 __all__ = [
-    "indexer_dequantize", "indexer_kl", "indexer_logits", "indexer_quantize", "indexer_scores", "indexer_select",
-    "topk_select",
+    "IndexerWeights", "indexer_dequantize", "indexer_kl", "indexer_logits", "indexer_project", "indexer_quantize",
+    "indexer_scores", "indexer_select", "topk_select",
 ]  # fmt: skip
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -293,6 +296,63 @@ def indexer_kl(scores, target):
     return _xla.kl(scores, jax.lax.stop_gradient(target))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class IndexerWeights:
+    """The weights of one layer's indexer, a pytree. Width M, query latent Q, N index heads of H channels.
+
+    query_up: `[Q, N, H]`; key_down: `[M, H]`; key_norm, key_bias: `[H]`, of a layer norm; head_weights: `[M, N]`.
+
+    Source: DeepSeek-V3.2 (2025).
+    """
+
+    query_up: Any
+    key_down: Any
+    key_norm: Any
+    key_bias: Any
+    head_weights: Any
+
+
+def indexer_project(
+    x, residual, weights: IndexerWeights, positions=None, *, rotate: Callable | None, eps: float = 1e-6
+):
+    """Operands of `indexer_logits` from the layer's input and the residual of its queries.
+
+    Args:
+        x: floating-point `[*B, T, M]`, what `mla_preprocess` got.
+        residual: `[*B, T, Q]`, `MLAInputs.residual`. Detach both (`jax.lax.stop_gradient`) to train by `indexer_kl`.
+        weights: `IndexerWeights` in the dtype of x.
+        positions: int `[*B, T]` or `[T]`; None is 0..T-1.
+        rotate: called as `rotate(y, positions)` for y `[*B, T, N or 1, H]`. It turns the first 64 channels, and models
+            differ: `functools.partial(jattn.rope, rotary_dim=64)` for DeepSeek-V3.2, with `interleaved=True` for GLM-5.
+        eps: of the layer norm of keys.
+
+    Returns:
+        (query `[*B, T, N, H]`, key `[*B, T, H]`, weights float32 `[*B, T, N]`, with N ** -0.5 · H ** -0.5 in them).
+
+    Raises:
+        ValueError, TypeError: weights that do not fit.
+
+    Example:
+        >>> rotate = functools.partial(jattn.rope, rotary_dim=64)
+        >>> q, k, w = jattn.indexer_project(x, inputs.residual, weights, positions, rotate=rotate)
+        >>> lists, count = jattn.indexer_select(q, k, w, 2048, k_end=positions + 1)
+    """
+    x, residual = tokens(x), _check.array(residual, "residual")
+    (Q, N, H), M = weights.query_up.shape, x.shape[-1]
+    fit = dict(query_up=(Q, N, H), key_down=(M, H), key_norm=(H,), key_bias=(H,), head_weights=(M, N))
+    fits(weights, fit, x.dtype)
+    if residual.shape != (*x.shape[:-1], Q):
+        raise ValueError(f"residual has shape {residual.shape}; expected {(*x.shape[:-1], Q)} for x and query_up")
+    positions = token_positions(positions, x.shape[:-1])
+    query = product("btq,qnh->btnh", residual, weights.query_up)
+    key = product("btm,mh->bth", x, weights.key_down)
+    key = layer_norm(key, weights.key_norm, weights.key_bias, eps)[..., None, :]
+    query, key = rotated(rotate, query, positions), rotated(rotate, key, positions)
+    heads = product("btm,mn->btn", x, weights.head_weights, rounded=False)
+    return query, key[..., 0, :], heads * (N**-0.5 * H**-0.5)
+
+
 def only_xla(op: str, implementation: str | None):
     """Refuses every implementation that is named, but "xla"."""
     if implementation == "mosaic":
@@ -412,3 +472,23 @@ def positive(x, name):
     if x < 1:
         raise ValueError(f"{name}={x} must be >= 1")
     return int(x)
+
+
+def tokens(x):
+    x = _check.array(x, "x")
+    if x.ndim < 2:
+        raise ValueError(f"x has shape {x.shape}; expected [*B, T, M]")
+    if str(x.dtype) not in _FLOATS:
+        raise TypeError(f"x has dtype {x.dtype}; expected one of {', '.join(_FLOATS)}")
+    return x
+
+
+def token_positions(x, shape):
+    if x is None:
+        return jnp.arange(shape[-1], dtype=jnp.int32)
+    x = _check.array(x, "positions")
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"positions must be integers, not {x.dtype}")
+    if x.shape not in (shape, shape[-1:]):
+        raise ValueError(f"positions have shape {x.shape}; expected {shape[-1:]} or {shape}")
+    return x
