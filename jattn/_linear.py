@@ -1,6 +1,7 @@
 """One call of a linear-attention op, described: its arrays, what is compiled in, and the problem for dispatch.
 
-    S = Diag(exp g_t) S;   S = S + k_t (b_t v_t - b_t kᵀ_t S)ᵀ;   o_t = scale · q_tᵀ S        S is [H, D] for each head
+A head has a state S [H, D]:
+    S = Diag(exp g_t) S;   S = S + k_t (b_t v_t - b_t kᵀ_t S)ᵀ;   o_t = scale · q_tᵀ S
 """
 
 import dataclasses
@@ -94,6 +95,7 @@ class Options:
     config: Any = None
     backward: "Options | None" = None  # the same call on the implementation that lends this one its backward
     elsewhere: "Options | None" = None  # the same call on platforms that this implementation does not lower for
+    sums: "Options | None" = None  # none: every backward here has all gradients
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,28 +53,37 @@ def sums(g, runs) -> Sums:
     """Running sums of g `[..., C, H or 1]`, anew in each run (int `[..., C]`, not decreasing; None is one run)."""
     g = jnp.maximum(g, jnp.asarray(_FORGOTTEN, g.dtype))
     hi = jnp.round(g * _GRID) / _GRID
-    before = _before(g.shape[-2], runs, g.dtype)
-    return Sums(einsum("...ij,...jh->...ih", before, hi), einsum("...ij,...jh->...ih", before, g - hi))
+    seen = _seen(g.shape[-2], runs, g.dtype)
+    return Sums(einsum("...ij,...jh->...ih", seen, hi), einsum("...ij,...jh->...ih", seen, g - hi))
 
 
-def sums_backward(dG, runs):
-    """The gradient of g from that of its running sums."""
-    return einsum("...ij,...ih->...jh", _before(dG.shape[-2], runs, dG.dtype), dG)
+def at_and_after(x):
+    """Σ_{i ≥ s} x_i for each row s of [..., C, h]: the gradient of g_s from those of sums that start before it."""
+    return einsum("is,...ih->...sh", jnp.tril(jnp.ones((x.shape[-2],) * 2, x.dtype)), x)
 
 
-def _before(C, runs, dtype):
+def before(x):
+    """Σ_{j < s} x_j for each row s of [..., C, h]: the gradient of g_s from those of sums that end behind it."""
+    return einsum("sj,...jh->...sh", jnp.tril(jnp.ones((x.shape[-2],) * 2, x.dtype), -1), x)
+
+
+def _seen(C, runs, dtype):
     """[..., C, C]: 1 where column j is not after row i and in its run."""
-    before = jnp.tril(jnp.ones((C, C), bool))
-    if runs is not None:
-        before = before & (runs[..., :, None] == runs[..., None, :])
-    return before.astype(dtype)
+    seen = jnp.tril(jnp.ones((C, C), bool))
+    return (seen if runs is None else seen & (runs[..., :, None] == runs[..., None, :])).astype(dtype)
 
 
 def decays(G: Sums, runs):
     """[..., C, C]: exp(G_i − G_j) for j ≤ i in one run, else 0, from sums `[..., C, 1]`."""
     columns = G.map(lambda x: jnp.swapaxes(x, -1, -2))
-    seen = _before(G.hi.shape[-2], runs, jnp.bool_)
+    seen = _seen(G.hi.shape[-2], runs, jnp.bool_)
     return jnp.exp(jnp.where(seen, G - columns, -jnp.inf))
+
+
+def decays_backward(Z):
+    """The gradient of g [..., C, 1] from Z = dΓ ∘ Γ: Σ_{i ≥ s > j} Z_ij."""
+    rows = jnp.swapaxes(at_and_after(Z), -1, -2)
+    return jnp.sum(jnp.triu(rows, 1), axis=-2)[..., None]
 
 
 def scores(x, k, G: Sums, runs):
@@ -88,16 +97,22 @@ def scores(x, k, G: Sums, runs):
 
 
 def scores_backward(dP, x, k, G: Sums, runs):
-    """Gradients of x and k. That of G is x · dx − k · dk."""
+    """Gradients of x, k and g.
+
+    That of g_s is a sum over pairs i ≥ s > j. Made of x · dx − k · dk, as the gradient of G, it would be a difference
+    of much larger numbers, because pairs on one side of s cancel. Here each corner has all its pairs across its anchor.
+    """
     diagonal, corners = split(dP)
     dx, dk = diagonal[..., None] * k, diagonal[..., None] * x
+    dg = jnp.zeros_like(dx)
     for dQ, b in zip(corners, _sizes(x.shape[-2]), strict=True):
         below, above = _factors(G, runs, b)
-        to_x = below * einsum("...ij,...jh->...ih", dQ, _halves(k, b, 0) * above)
-        to_k = above * einsum("...ij,...ih->...jh", dQ, _halves(x, b, 1) * below)
-        dx = dx + _as_half(to_x, 1)
-        dk = dk + _as_half(to_k, 0)
-    return dx, dk
+        x_low, k_up = _halves(x, b, 1), _halves(k, b, 0)
+        to_x = below * einsum("...ij,...jh->...ih", dQ, k_up * above)
+        to_k = above * einsum("...ij,...ih->...jh", dQ, x_low * below)
+        dx, dk = dx + _whole(jnp.zeros_like(to_x), to_x), dk + _whole(to_k, jnp.zeros_like(to_k))
+        dg = dg + _whole(before(k_up * to_k), at_and_after(x_low * to_x))
+    return dx, dk, dg
 
 
 def inverse(L):
@@ -157,7 +172,7 @@ def _halves(x, b, half):
     return x.reshape(*x.shape[:-2], x.shape[-2] // (2 * b), 2, b, x.shape[-1])[..., half, :, :]
 
 
-def _as_half(x, half):
-    """Its transpose: [..., n, b, h] among zeros, [..., 2nb, h]."""
-    pair = jnp.stack([x, jnp.zeros_like(x)] if half == 0 else [jnp.zeros_like(x), x], axis=-3)
+def _whole(upper, lower):
+    """[..., C, h] from its halves, [..., C / 2b, b, h] each."""
+    pair = jnp.stack([upper, lower], axis=-3)
     return pair.reshape(*pair.shape[:-4], 2 * pair.shape[-4] * pair.shape[-2], pair.shape[-1])
