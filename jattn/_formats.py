@@ -33,12 +33,21 @@ def from_bytes(data, dtype):
     return lax.bitcast_convert_type(data, dtype)
 
 
-def power_of_two_above(x):
-    """The smallest power of two >= a positive normal float32; NaN for NaN and Inf."""
-    mantissa = np.int32(2**23 - 1)
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    above = lax.bitcast_convert_type((bits + mantissa) & ~mantissa, jnp.float32)
-    return jnp.where(jnp.isfinite(x), above, jnp.float32(np.nan))
+def power_of_two_scale(top, largest):
+    """The smallest power of two from 2^-126 on that is >= top / largest, exactly; NaN for NaN and Inf. float32."""
+    # As a division it would be rounded, up past a power of two where a compiler multiplies by the reciprocal.
+    fraction, exponent = math.frexp(largest)
+    limit = np.int32(np.float32(2 * fraction).view(np.int32) & 0x7FFFFF)
+    bits = lax.bitcast_convert_type(top, jnp.int32)
+    power = (bits >> 23) - 126 - exponent + ((bits & 0x7FFFFF) > limit).astype(jnp.int32)
+    scale = lax.bitcast_convert_type((jnp.clip(power, -126, 127) + 127) << 23, jnp.float32)
+    return jnp.where(jnp.isfinite(top), scale, jnp.float32(np.nan))
+
+
+def reciprocal(scale):
+    """1 / scale of a float32 power of two up to 2^126, exactly, on devices that divide approximately too."""
+    bits = (254 << 23) - lax.bitcast_convert_type(scale, jnp.int32)
+    return jnp.where(jnp.isnan(scale), scale, lax.bitcast_convert_type(bits, jnp.float32))
 
 
 def encode_ue8m0(scale):
@@ -57,9 +66,14 @@ def decode_ue8m0(byte):
 def quantize_fp8(x, block=None, *, power_of_two=False):
     """e4m3 codes `[..., n]` and float32 scales `[..., n / block]`, one a block of channels (None: all n)."""
     blocks = _blocks(x, block)
-    scale = jnp.maximum(_largest(blocks), _FLOOR) / _E4M3
-    scale = power_of_two_above(scale) if power_of_two else scale
-    codes = jnp.clip(blocks / scale[..., None], -_E4M3, _E4M3).astype(jnp.float8_e4m3fn)
+    top = jnp.maximum(_largest(blocks), _FLOOR)
+    if power_of_two:
+        scale = power_of_two_scale(top, _E4M3)
+        values = blocks * reciprocal(scale)[..., None]
+    else:
+        scale = top * np.float32(1 / _E4M3)
+        values = blocks / scale[..., None]
+    codes = jnp.clip(values, -_E4M3, _E4M3).astype(jnp.float8_e4m3fn)
     return codes.reshape(x.shape), scale
 
 
@@ -72,8 +86,8 @@ def dequantize_fp8(codes, scale, dtype=jnp.float32):
 def quantize_fp4(x, block=32):
     """e2m1 codes, uint8 `[..., n / 2]`, and ue8m0 scales, uint8 `[..., n / block]`, of `x [..., n]`."""
     blocks = _blocks(x, block)
-    scale = power_of_two_above(jnp.maximum(_largest(blocks) / _E2M1, np.float32(2.0**-126)))
-    codes = encode_e2m1(blocks / scale[..., None]).reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+    scale = power_of_two_scale(_largest(blocks), _E2M1)
+    codes = encode_e2m1(blocks * reciprocal(scale)[..., None]).reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
     return codes[..., 0] | (codes[..., 1] << 4), encode_ue8m0(scale)
 
 

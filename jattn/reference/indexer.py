@@ -20,7 +20,7 @@ from jax import lax
 from jattn import _formats
 from jattn._problem import accumulator
 from jattn._varying import vary, varying_axes
-from jattn.reference.sparse import Options, add_keys, fetch, over_rows, put, take
+from jattn.reference.sparse import Options, add_keys, fetch, over_rows, put, sorted_slots, take
 
 ROWS, KEYS = 16, 1024  # of one tile of index scores
 
@@ -198,14 +198,33 @@ def listed_scores_backward(size, arrays, lists, dscores):
         dquery, dkey, dweights = state
         part = _ListedScores(size, arrays, lists, rows)
         given = jnp.pad(take(dscores, rows), ((0, 0), (0, part.valid.shape[1] - dscores.shape[1])))
-        given = jnp.where(part.valid, given, 0)[:, None]
+        given, first = jax.vmap(_at_first)(part.address, part.valid, given)
+        given = given[:, None]
         dproducts = jnp.where(part.positive > 0, given * part.weights[..., None], 0).astype(query.dtype)
         dquery = put(dquery, rows, part.einsum("rnl,rlh->rnh", dproducts, part.keys))
-        dkey = add_keys(dkey, part.einsum("rnl,rnh->rlh", dproducts, part.query), part.address, part.valid)
+        dkey = add_keys(dkey, part.einsum("rnl,rnh->rlh", dproducts, part.query), part.address, first)
         return dquery, dkey, put(dweights, rows, jnp.sum(given * part.positive, axis=-1))
 
     gradients = over_rows(Options(1.0, 1, (size,), (1,)), arrays, (lists,), state, step)
     return jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, arrays)
+
+
+def _at_first(address, valid, x):
+    """`x [L]` summed over the slots of each address, at its first slot and 0 at the others, and which slots are first.
+
+    A scan, because a scatter that adds would do so in an order that a device chooses.
+    """
+    if x.shape[0] == 0:
+        return x, valid
+    order, starts = sorted_slots(address, valid)
+
+    def join(later, earlier):
+        return jnp.where(earlier[1], earlier[0], earlier[0] + later[0]), earlier[1] | later[1]
+
+    ends = jnp.concatenate([starts[1:], jnp.ones((1,), bool)])
+    sums, _ = lax.associative_scan(join, (jnp.where(valid, x, 0)[order], ends), reverse=True)
+    first = jnp.zeros(valid.shape, bool).at[order].set(starts, unique_indices=True) & valid
+    return jnp.where(first, jnp.zeros_like(x).at[order].set(sums, unique_indices=True), 0), first
 
 
 class _ListedScores:

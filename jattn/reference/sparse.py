@@ -78,7 +78,7 @@ def backward(options, arrays, lists, dout, dlse):
         dquery, dkvs, dsinks = state
         part = _Part(options, arrays, lists, rows)
         dq, dkeys, dsink = part.gradients(take(dout, rows), take(dlse, rows))
-        dkvs = tuple(None if d is None else add_keys(d, *x) for d, x in zip(dkvs, part.split(dkeys), strict=True))
+        dkvs = tuple(None if d is None else _add_slots(d, *x) for d, x in zip(dkvs, part.split(dkeys), strict=True))
         return put(dquery, rows, dq), dkvs, None if dsinks is None else dsinks + dsink
 
     gradients = over_rows(options, arrays, lists, state, step)
@@ -185,14 +185,19 @@ def fetch(kv, lists, rows, exists, size, block, dtype):
     return _formats.unpack_latent(keys, dtype) if kv.dtype == jnp.uint8 else keys, valid, address
 
 
-def add_keys(total, new, address, valid):
-    """`total [P, H]` plus `new [C, L, H]` at `address`, one row of the block after another."""
-    L = address.shape[1]
-    times = jax.vmap(_multiplicity)(jnp.where(valid, address, -1))
-    times = jnp.where(valid, times, 0)
-    # Addresses that must not be written differ too, because the scatter is told that all do.
-    address = jnp.where(times > 0, address, total.shape[0] + jnp.arange(L, dtype=jnp.int32))
-    new = new * times[..., None].astype(new.dtype)
+def _add_slots(total, new, address, valid):
+    """Adds the gradients of slots to those of keys. Slots of one key have one weight, and so one gradient."""
+    times = jax.vmap(multiplicity)(address, valid)
+    return add_keys(total, new * times[..., None].astype(new.dtype), address, times > 0)
+
+
+def add_keys(total, new, address, write):
+    """`total [P, H]` plus `new [C, L, H]` at `address` where `write`, one row of the block after another.
+
+    No address may be written twice in a row.
+    """
+    # Addresses that are not written must differ too, because the scatter is told that all do.
+    address = jnp.where(write, address, total.shape[0] + jnp.arange(address.shape[1], dtype=jnp.int32))
 
     def add(c, total):
         return total.at[address[c]].add(new[c], mode="drop", unique_indices=True)
@@ -200,15 +205,25 @@ def add_keys(total, new, address, valid):
     return lax.fori_loop(0, address.shape[0], add, total)
 
 
-def _multiplicity(ids):
-    """How often the id of each slot occurs, at its first occurrence, and 0 at the others: int32 `[L]`."""
-    L = ids.shape[0]
-    order = jnp.argsort(ids, stable=True)
-    found, place = ids[order], jnp.arange(L, dtype=jnp.int32)
+def sorted_slots(address, valid):
+    """Slots `[L]` in the order of their addresses, empty ones first, and which of them start a new address."""
+    order = jnp.argsort(jnp.where(valid, address, -1), stable=True).astype(jnp.int32)
+    found = address[order]
     starts = jnp.concatenate([jnp.ones((1,), bool), found[1:] != found[:-1]])
+    return order, starts | (valid[order] & ~jnp.roll(valid[order], 1))
+
+
+def multiplicity(address, valid):
+    """How often the address of each slot occurs, at its first occurrence; 0 at the others and in empty slots. `[L]`."""
+    L = address.shape[0]
+    if L == 0:
+        return jnp.zeros((0,), jnp.int32)
+    order, starts = sorted_slots(address, valid)
+    place = jnp.arange(L, dtype=jnp.int32)
     later = jnp.concatenate([jnp.where(starts, place, L)[1:], jnp.full((1,), L, jnp.int32)])
-    following = lax.cummin(later, reverse=True)  # where the next id starts
-    return jnp.zeros((L,), jnp.int32).at[order].set(jnp.where(starts, following - place, 0), unique_indices=True)
+    following = lax.cummin(later, reverse=True)  # where the next address starts
+    times = jnp.where(starts, following - place, 0)
+    return jnp.where(valid, jnp.zeros((L,), jnp.int32).at[order].set(times, unique_indices=True), 0)
 
 
 def over_rows(options, arrays, lists, state, step):
