@@ -22,7 +22,7 @@ import numpy as np
 from jattn import _check
 from jattn import compressed_cache as _cache
 from jattn.compressed_cache import CompressedCache, Rows584
-from jattn.compressed_tokens import Rotary, checked_state, checked_tokens, compress, visible_entries
+from jattn.compressed_tokens import Rotary, checked_state, checked_tokens, compress, in_tiles, visible_entries
 from jattn.indexer import indexer_select
 from jattn.sparse import sparse_attention
 
@@ -257,9 +257,7 @@ class _Layer:
         else:
             self._place(_check.lengths(seq_lengths, "seq_lengths", (B,), T))
         self.query, self.kv = (self._live(x) for x in (self.query, self.kv))
-        if rotary is not None:
-            self.query = rotary(self.query, self.positions[..., None])
-            self.kv = rotary(self.kv, self.positions)
+        self.query, self.kv = self._turned(self.query), self._turned(self.kv)
         self.entries, self.tail = self._compressed(source, None if cache is None else cache.tail, D)
         self.index_tail = self.index_keys = None
 
@@ -338,6 +336,17 @@ class _Layer:
         live = self.live.reshape(*self.live.shape, *[1] * (x.ndim - 2))
         return jnp.where(live, x, jnp.zeros((), x.dtype))
 
+    def _turned(self, x, inverse=False):
+        """`x [B, T, .., H]`, rotated by the positions of the tokens."""
+        if self.rotary is None:
+            return x
+
+        def tile(x, position):
+            position = position.reshape(-1, *[1] * (x.ndim - 2))
+            return self.rotary(x, position, inverse=inverse)
+
+        return in_tiles(tile, x.reshape(-1, *x.shape[2:]), self.positions.reshape(-1)).reshape(x.shape)
+
     def _compressed(self, source, state, D):
         """(entries that are new, `[B, E, D]`, and how many; state) of a branch."""
         options = dict(overlap=self.overlap, norm=source.norm, eps=self.eps, rotary=self.rotary, dtype=self.query.dtype)
@@ -360,9 +369,7 @@ class _Layer:
         if top_k is None:
             raise ValueError("top_k=None must be an int where index is an Index")
         query, weights, source, keys = self._index(index, index_format)
-        if self.rotary is not None:
-            query = self.rotary(query, self.positions[..., None])
-        query = _cache.encode_index(query, index_format)
+        query = _cache.encode_index(self._turned(query), index_format)
         lists, _ = indexer_select(query, keys, weights, top_k, low, high, score_dtype=score_dtype)
         return lists
 
@@ -436,9 +443,7 @@ class _Layer:
         out, lse = sparse_attention(
             self.query, rows, near, scale=scale, sinks=sinks, kv2=entries, indices2=lists, return_residual=True
         )
-        if self.rotary is not None:
-            out = self.rotary(out, self.positions[..., None], inverse=True)
-        out, lse = self._live(out), jnp.where(self.live[..., None], lse, -jnp.inf)
+        out, lse = self._live(self._turned(out, inverse=True)), jnp.where(self.live[..., None], lse, -jnp.inf)
         out, lse = (out[0], lse[0]) if self.packed else (out, lse)
         result = (out, lse) if return_residual else out
         return result if cache is None else (result, cache)

@@ -23,6 +23,8 @@ from jattn.rope import _cos_sin, _positive
 
 __all__ = ["CompressState", "Rotary", "YarnScaling", "compress", "visible_entries"]
 
+_TILE = 2**18  # numbers of one array that are worked on at once
+
 
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
@@ -225,7 +227,7 @@ def compress(
     walk = _Rows(held.u, held.z, u, z, ape, before, new, overlap)
     block = before[:, None] // m + jnp.arange(E, dtype=jnp.int32)
     exists = block < ((before + new) // m)[:, None]
-    entries = _finish(walk.pool(block, exists), exists, block * m, norm, eps, rotary, dtype)
+    entries = _entries(*walk.candidates(block, exists), exists, block * m, norm, eps, rotary, dtype)
     counts = (before + new) // m - before // m
     return entries, counts, walk.state()
 
@@ -270,6 +272,23 @@ def checked_state(state, name, B, m, C, overlap, dtype):
     return state
 
 
+def in_tiles(function, *arrays):
+    """`function(*arrays)` of arrays `[R, ..]`, some rows at a time: a row's bits cannot depend on how many there are.
+
+    The number of rows a tile depends on the size of a row alone, so that the same code is compiled whatever R is, and
+    nothing of the caller's is fused into it, which would decide where products and sums are rounded.
+    """
+    R = arrays[0].shape[0]
+    C = 1 << max(min(6, (_TILE // max(max(x[:1].size for x in arrays), 1)).bit_length() - 1), 0)
+    tiles = [jnp.pad(x, ((0, -R % C), *[(0, 0)] * (x.ndim - 1))).reshape(-(-R // C), C, *x.shape[1:]) for x in arrays]
+
+    def one(tile):
+        return jax.lax.optimization_barrier(function(*jax.lax.optimization_barrier(tile)))
+
+    out = jax.lax.map(one, tuple(tiles))
+    return out.reshape(-(-R // C) * C, *out.shape[2:])[:R]
+
+
 def fold(x, axis: int):
     """Sum along an axis, halves onto halves: elementwise additions, whose order does not depend on other axes."""
     x = jnp.moveaxis(x, axis, 0)
@@ -310,8 +329,8 @@ class _Rows:
         u = jnp.where(exists, jnp.take_along_axis(self.u, index, 1), 0)
         return u, jnp.where(exists, jnp.take_along_axis(self.z, index, 1), -jnp.inf)
 
-    def pool(self, block, exists):
-        """`[B, E, c]` from the numbers of E blocks."""
+    def candidates(self, block, exists):
+        """u and z `[B, E, m or 2m, c]` of the blocks of these numbers."""
         B, E = block.shape
         r = jnp.arange(self.m, dtype=jnp.int32)
 
@@ -321,11 +340,10 @@ class _Rows:
 
         own = rows(block, exists)
         if not self.overlap:
-            return _pooled(*own, exists)
+            return own
         c = own[0].shape[-1] // 2
         previous = rows(block - 1, exists & (block > 0))
-        u, z = (jnp.concatenate([a[..., :c], b[..., c:]], axis=2) for a, b in zip(previous, own, strict=True))
-        return _pooled(u, z, exists)
+        return [jnp.concatenate([a[..., :c], b[..., c:]], axis=2) for a, b in zip(previous, own, strict=True)]
 
     def state(self) -> CompressState:
         position = self.base(self.after) + jnp.arange(self.held, dtype=jnp.int32)
@@ -359,20 +377,21 @@ def _packed(u, z, ape, cu, overlap, norm, eps, rotary, dtype):
         c = u.shape[-1] // 2
         previous = rows(block - 1, exists & (block > 0))
         found = (jnp.concatenate([a[..., :c], b[..., c:]], 1) for a, b in zip(previous, found, strict=True))
-    return _finish(_pooled(*found, exists), exists, block * m, norm, eps, rotary, dtype), counts, None
+    return _entries(*found, exists, block * m, norm, eps, rotary, dtype), counts, None
 
 
-def _pooled(u, z, exists):
-    """Softmax of z `[.., r, c]` over r for every channel, times u."""
+def _entries(u, z, exists, position, norm, eps, rotary, dtype):
+    """Entries `[.., c]` of candidates `[.., r, c]`: a softmax of z over r for every channel, times u, and the rest."""
+    lead, (r, c) = exists.shape, u.shape[-2:]
     z = jnp.where(exists[..., None, None], z, 0)  # never a softmax of nothing but −inf
-    weight = jnp.exp(z - jax.lax.stop_gradient(jnp.max(z, axis=-2, keepdims=True)))
-    return fold(weight * u, -2) / fold(weight, -2)
+    position = jnp.where(exists, position, 0)
 
+    def tile(u, z, position):
+        weight = jnp.exp(z - jax.lax.stop_gradient(jnp.max(z, axis=-2, keepdims=True)))
+        entries = (fold(weight * u, -2) / fold(weight, -2)).astype(dtype)
+        if norm is not None:
+            entries = rms_norm(entries, norm, eps)
+        return entries if rotary is None else rotary(entries, position)
 
-def _finish(pooled, exists, position, norm, eps, rotary, dtype):
-    entries = pooled.astype(dtype)
-    if norm is not None:
-        entries = rms_norm(entries, norm, eps)
-    if rotary is not None:
-        entries = rotary(entries, jnp.where(exists, position, 0))
-    return jnp.where(exists[..., None], entries, 0)
+    entries = in_tiles(tile, u.reshape(-1, r, c), z.reshape(-1, r, c), position.reshape(-1))
+    return jnp.where(exists[..., None], entries.reshape(*lead, c), 0)

@@ -78,10 +78,9 @@ class Index:
 
 
 def scores(query, weights, keys):
-    """I[t, i] = (c J)^-1/2 Σ_j w[t, j] ReLU(q[t, j] · k[i]), [.., T, E]."""
-    J, c = query.shape[-2:]
+    """I[t, i] = Σ_j w[t, j] ReLU(q[t, j] · k[i]), [.., T, E]."""
     dots = np.einsum("...tjc,...ic->...tji", query, keys)
-    return np.einsum("...tj,...tji->...ti", weights, np.where(dots.real > 0, dots, 0)) / np.sqrt(c * J)
+    return np.einsum("...tj,...tji->...ti", weights, np.where(dots.real > 0, dots, 0))
 
 
 def top(row, k):
@@ -123,25 +122,25 @@ def forward(layer, selected=None):
     T, N, D = layer.query.shape[-3:]
     angles = np.asarray(layer.angles)
     compressed = entries(layer.source, angles, layer.eps)
-    kv = np.stack([rotate(layer.kv[..., t, :], t, angles) for t in range(T)], -2) if T else layer.kv
+    kv = np.stack([rotate(layer.kv[..., t, :], t, angles) for t in range(T)], -2)
     selected = select(layer) if selected is None else selected
     outs, lses = [], []
     for t in range(T):
         rows = [kv[..., s, :] for s in range(max(0, t - layer.window + 1), t + 1)]
-        rows = np.stack(rows + [compressed[..., i, :] for i in selected[t]], -2)
+        rows = np.stack(np.broadcast_arrays(*rows, *[compressed[..., i, :] for i in selected[t]]), -2)
         for n in range(N):
             q = rotate(layer.query[..., t, n, :], t, angles)
             logits = layer.scale * np.einsum("...d,...sd->...s", q, rows)
             if layer.sinks is not None:
-                sink = np.broadcast_to(layer.sinks[..., n, None], (*logits.shape[:-1], 1))
-                logits = np.concatenate([logits, sink], -1)
+                sink = np.asarray(layer.sinks[..., n, None])
+                lead = np.broadcast_shapes(logits.shape[:-1], sink.shape[:-1])
+                logits = np.concatenate([np.broadcast_to(x, (*lead, x.shape[-1])) for x in (logits, sink)], -1)
             shift = np.max(logits.real, -1, keepdims=True)
             lses.append(shift[..., 0] + np.log(np.exp(logits - shift).sum(-1)))
             weights = softmax(logits, -1)[..., : rows.shape[-2]]
             outs.append(rotate(np.einsum("...s,...sd->...d", weights, rows), t, angles, inverse=True))
-    lead = np.broadcast_shapes(*(x.shape[:-1] for x in outs)) if outs else ()
-    outs = [np.broadcast_to(x, (*lead, D)) for x in outs]
-    return np.stack(outs, -2).reshape(*lead, T, N, D), np.stack(lses, -1).reshape(*lead, T, N)
+    out, lse = np.stack(np.broadcast_arrays(*outs), -2), np.stack(np.broadcast_arrays(*lses), -1)
+    return out.reshape(*out.shape[:-2], T, N, D), lse.reshape(*lse.shape[:-1], T, N)
 
 
 def gradients(function, inputs, chunk=256):
