@@ -26,6 +26,8 @@ from jattn.sparse import sparse_attention
 
 # Formats.
 
+quantize, dequantize = jax.jit(indexer_quantize, static_argnums=1), jax.jit(indexer_dequantize, static_argnums=2)
+
 
 def heavy(*shape, seed=0):
     rng = np.random.default_rng(seed)
@@ -36,14 +38,14 @@ def heavy(*shape, seed=0):
 def test_fp8_rows_are_the_nearest_codes(fmt):
     x = heavy(50, 128)
     x[0], x[1] = 0, 1e-6
-    codes, scales = map(np.asarray, indexer_quantize(x, fmt))
+    codes, scales = map(np.asarray, quantize(x, fmt))
     top = np.maximum(np.abs(x).max(1), np.float32(1e-4))
     want = top * np.float32(1 / 448)
     if fmt == "fp8_row_ue8m0":
         want = np.exp2(np.ceil(np.log2(top.astype(np.float64) / 448))).astype(np.float32)
     np.testing.assert_array_equal(scales[:, 0], want)
     np.testing.assert_array_equal(codes.view(np.uint8), (x / scales).astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
-    again = np.asarray(indexer_dequantize(codes, scales))
+    again = np.asarray(dequantize(codes, scales))
     np.testing.assert_array_equal(again, codes.astype(np.float32) * scales)
     assert (np.abs(again - x) <= np.maximum(np.abs(x) / 16, scales / 2**9) * 1.0001).all()
 
@@ -82,11 +84,11 @@ def test_fp4_blocks():
     x = heavy(20, 128)
     x[0] = 0
     x[1, :32], x[1, 32:64] = 6, np.float32(6.0000005)
-    codes, scales = indexer_quantize(x, "fp4_b32")
+    codes, scales = quantize(x, "fp4_b32")
     assert codes.shape == (20, 64) and scales.shape == (20, 4) and codes.dtype == scales.dtype == jnp.uint8
     want = np.stack([np.concatenate([oracle.fp4_block(b) for b in row.reshape(4, 32)]) for row in x])
     for dtype in (jnp.float32, jnp.bfloat16):
-        np.testing.assert_array_equal(np.asarray(indexer_dequantize(codes, scales, dtype)).astype(np.float64), want)
+        np.testing.assert_array_equal(np.asarray(dequantize(codes, scales, dtype)).astype(np.float64), want)
     np.testing.assert_array_equal(scales[1, :2], [127, 128])
     np.testing.assert_array_equal(scales[0], 1)  # of zeros: 2^-126
     # The low nibble first.
@@ -99,7 +101,7 @@ def test_fp4_blocks():
 def test_nan_and_inf_spoil_their_block_alone(fmt):
     x = heavy(4, 64)
     x[1, 3], x[2, 40] = np.nan, np.inf
-    got = np.asarray(indexer_dequantize(*indexer_quantize(x, fmt)))
+    got = np.asarray(dequantize(*quantize(x, fmt)))
     spoilt = np.zeros((4, 64), bool)
     spoilt[1, : 32 if fmt == "fp4_b32" else 64] = True
     spoilt[2, 32 if fmt == "fp4_b32" else 0 :] = True
@@ -107,7 +109,7 @@ def test_nan_and_inf_spoil_their_block_alone(fmt):
 
 
 def test_index_pages():
-    codes, scales = map(np.asarray, indexer_quantize(heavy(3, 64, 128)))
+    codes, scales = map(np.asarray, quantize(heavy(3, 64, 128), "fp8_row"))
     pages = np.asarray(_formats.pack_index_pages(codes, scales[..., 0]))
     assert pages.shape == (3, 64 * 132) and pages.dtype == np.uint8
     np.testing.assert_array_equal(pages[:, : 64 * 128], codes.view(np.uint8).reshape(3, -1))
@@ -171,9 +173,9 @@ def test_scores(dtype):
 def test_scores_of_codes(fmt):
     """Codes and scales give the scores of the numbers they stand for, to the rounding of float32 sums."""
     q, k, w = operands()
-    pairs = [indexer_quantize(x, fmt) for x in (q, k)]
+    pairs = [quantize(x, fmt) for x in (q, k)]
     got = np.asarray(scored(*pairs, w))
-    q, k = (np.asarray(indexer_dequantize(*x)) for x in pairs)
+    q, k = (np.asarray(dequantize(*x)) for x in pairs)
     truth = np.stack([oracle.logits(*x) for x in zip(q, k, w, strict=True)])
     compare.check("scores", got, truth, [dense(q, k, w)], np.float32)
 

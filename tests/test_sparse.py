@@ -14,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 from jattn.sparse import page_rows, sparse_attention, sparse_weights
 
 SCALE = 0.3
-attend = functools.partial(sparse_attention, scale=SCALE, return_residual=True)
+attend = jax.jit(
+    functools.partial(sparse_attention, scale=SCALE, return_residual=True), static_argnames=("value_dim", "block_size")
+)
 
 
 def draw(B=2, T=5, N=4, H=24, S=40, L=70, dtype="float32", seed=0):
@@ -260,7 +262,7 @@ def test_empty_rows():
         out, lse = attend(q, kv, indices, list_lengths=lengths)
         return out, jnp.where(jnp.isneginf(lse), 0, lse)
 
-    forward = jax.jit(lambda q, kv, indices, lengths: attend(q, kv, indices, list_lengths=lengths))
+    forward = lambda *a: attend(*a[:3], list_lengths=a[3])  # noqa: E731
     none, wild = np.full_like(indices, -1), np.full_like(indices, 2**31 - 1)
     for keys, slots, length in [(kv, none, 70), (kv, wild, 70), (kv, indices, 0), (kv[:, :0], indices, 70)]:
         out, lse = forward(q, keys, slots, np.int32(length))
@@ -309,7 +311,7 @@ def test_gradients_stay_with_the_keys_that_are_named():
     """-1 is not the last key, nor the last of the batch item before."""
     q, kv, indices = draw()
     indices = np.where(np.arange(70) < 9, np.clip(indices, 1, 30), -1)
-    dkv = jax.grad(lambda kv: attend(q, kv, indices)[0].sum())(kv)
+    dkv = np.asarray(jax.jit(jax.grad(lambda kv: attend(q, kv, indices)[0].sum()))(kv))
     assert not dkv[:, 0].any() and not dkv[:, 31:].any() and dkv[:, 1:31].any()
 
 
@@ -343,9 +345,8 @@ def equal(got, want):
 VICTIM = dict(zip(("q", "kv", "indices"), draw(B=1, T=1, N=3, S=200, L=100, seed=4), strict=True))
 
 
-@functools.cache
-def jitted():
-    return jax.jit(lambda q, kv, indices, sinks: attend(q, kv, indices, sinks=sinks, value_dim=16))
+def row_bits(q, kv, indices, sinks):
+    return attend(q, kv, indices, sinks=sinks, value_dim=16)
 
 
 @pytest.mark.parametrize("dtype, sizes", [("float32", (2, 3, 7, 64, 133, 300)), ("bfloat16", (3, 133))])
@@ -353,7 +354,7 @@ def test_a_row_knows_of_no_other(dtype, sizes):
     """The bits of one row: alone, in batches of any size, at any place, as one of several queries, beside anything."""
     q, kv, indices = (x.astype(dtype) if x.dtype == np.float32 else x for x in VICTIM.values())
     sinks = SINKS[:3]
-    alone = jax.tree.map(lambda x: x[0, 0], jitted()(q, kv, indices, sinks))
+    alone = jax.tree.map(lambda x: x[0, 0], row_bits(q, kv, indices, sinks))
     rng = np.random.default_rng(5)
     for B in sizes:
         for place in {0, B // 2, B - 1}:
@@ -364,17 +365,17 @@ def test_a_row_knows_of_no_other(dtype, sizes):
             keys = np.repeat(keys, 25, axis=1)
             keys[(place + 1) % B] = np.nan
             many[place], keys[place], lists[place] = q[0], kv[0], indices[0]
-            equal(jax.tree.map(lambda x, p=place: x[p, 0], jitted()(many, keys, lists, sinks)), alone)
+            equal(jax.tree.map(lambda x, p=place: x[p, 0], row_bits(many, keys, lists, sinks)), alone)
     many, lists = np.tile(q, (1, 2, 1, 1)), np.tile(indices, (1, 2, 1))
     many[0, 0], lists[0, 0] = np.nan, 7
-    equal(jax.tree.map(lambda x: x[0, 1], jitted()(many, kv, lists, sinks)), alone)
+    equal(jax.tree.map(lambda x: x[0, 1], row_bits(many, kv, lists, sinks)), alone)
 
 
 def test_empty_slots_to_the_next_tile_change_no_bit():
     q, kv, indices = VICTIM.values()
-    want = jitted()(q, kv, indices, SINKS[:3])
+    want = row_bits(q, kv, indices, SINKS[:3])
     more = np.pad(indices, ((0, 0), (0, 0), (0, 28)), constant_values=-1)  # 128
-    equal(jitted()(q, kv, more, SINKS[:3]), want)
+    equal(row_bits(q, kv, more, SINKS[:3]), want)
     garbage = np.where(more == -1, 3, more)
     garbage[..., :100] = indices
     equal(attend(q, kv, garbage, sinks=SINKS[:3], value_dim=16, list_lengths=np.int32(100)), want)
@@ -383,7 +384,7 @@ def test_empty_slots_to_the_next_tile_change_no_bit():
 def test_pages_in_any_order():
     """Where rows lie changes no bit; what is in other pages, and in the unused end of a table, may be anything."""
     q, kv, indices = VICTIM.values()
-    want = jitted()(q, kv, indices, SINKS[:3])
+    want = row_bits(q, kv, indices, SINKS[:3])
     rng = np.random.default_rng(0)
     for page in (1, 16, 64):
         n = -(-200 // page)
@@ -392,8 +393,8 @@ def test_pages_in_any_order():
         pool[order] = np.pad(kv[0], ((0, n * page - 200), (0, 0)), constant_values=np.nan).reshape(n, page, 24)
         table = np.int32([[*order, 2147480000, -1]])
         slots = np.where((indices < 0) | (indices >= 200), -1, indices)
-        rows = page_rows(slots, table, page)
-        equal(jitted()(q, pool.reshape(-1, 24), rows, SINKS[:3]), want)
+        rows = jax.jit(page_rows, static_argnums=2)(slots, table, page)
+        equal(row_bits(q, pool.reshape(-1, 24), rows, SINKS[:3]), want)
         past = np.int32([[[n * page, n * page + page, 2**31 - 1, -1, (n + 2) * page]]])
         past = np.asarray(page_rows(past, table, page))
         assert ((past == -1) | (past >= 2147480000)).all() and (past[..., 1:] == -1).all()
@@ -418,7 +419,7 @@ def test_weights_are_those_of_the_softmax():
     q, kv, indices, more = everything()
     sinks = more.pop("sinks")
     _, lse = attend(q, kv, indices, sinks=sinks, **more)
-    got = np.asarray(sparse_weights(q, kv, indices, lse, scale=SCALE, **more))
+    got = np.asarray(jax.jit(functools.partial(sparse_weights, scale=SCALE))(q, kv, indices, lse, **more))
     assert got.shape == (2, 5, 76) and got.dtype == np.float32
     kvs = [kv, more["kv2"]]
     for b, t, found in keys_of(q, kv, indices, more):
@@ -431,7 +432,7 @@ def test_weights_are_those_of_the_softmax():
 
 def test_transformations():
     q, kv, indices = draw()
-    f = jax.jit(functools.partial(attend, value_dim=16))
+    f = functools.partial(attend, value_dim=16)
     want = f(q, kv, indices)
     mapped = jax.vmap(f)(q, kv, indices)
     shared = jax.vmap(f, in_axes=(0, None, 0))(q, kv[0], indices)
