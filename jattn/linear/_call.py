@@ -31,9 +31,9 @@ class Call:
 
 def describe(
     rule: Rule, query, key, value, g=None, beta=None, *, initial_state=None, cu_seqlens=None, segment_ids=None,
-    checkpoints=None, mode="chunk", residuals="save", state_dtype=None, out_dtype=None, **rest,
+    checkpoints=None, mode="chunk", residuals="save", state_dtype=None, unrounded=False, **rest,
 ) -> Call:  # fmt: skip
-    """Describes a call of an op. `rest` are the keywords of `_options`."""
+    """Describes a call of an op. `unrounded` asks for out in the accumulator's dtype; for `rest` see `_options`."""
     packed = cu_seqlens is not None
     query, key, value = _tokens(query, key, value, "[T, heads, H], packed" if packed else "[*B, T, heads, H]")
     *batch, T, N, D = value.shape
@@ -49,23 +49,24 @@ def describe(
     options = dataclasses.replace(
         options,
         state_dtype=_state_dtype(state_dtype, dtype),
-        out_dtype=str(query.dtype if out_dtype is None else dtype),
-        mode=_choice(mode, "mode", ("chunk", "recurrent")),
-        residuals=_choice(residuals, "residuals", ("save", "recompute")),
+        out_dtype=str(dtype if unrounded else query.dtype),
+        mode=choice(mode, "mode", ("chunk", "recurrent")),
+        residuals=choice(residuals, "residuals", ("save", "recompute")),
     )
     h0 = _state(initial_state, "initial_state", (*sequences, N), query.shape[-1], D, options.state_layout)
     arrays = dataclasses.replace(arrays, initial_state=None if h0 is None else h0.reshape(M, *h0.shape[-3:]))
     context = Context(
         cu_seqlens=cu_seqlens,
-        resets=_resets(segment_ids, batch, T),
+        resets=resets(segment_ids, batch, T),
         checkpoints=_checkpoints(checkpoints, sequences, M, T),
     )
     return Call(arrays, context, options, _problem(rule.op, arrays, context, options, M), batch, sequences)
 
 
 def describe_step(
-    rule: Rule, query, key, value, g, beta, state, *, state_indices=None, query_seq_lengths=None, **rest
-) -> Call:
+    rule: Rule, query, key, value, g, beta, state, *, state_indices=None, query_seq_lengths=None, unrounded=False,
+    **rest,
+) -> Call:  # fmt: skip
     """Describes a `*_step`. `rest` are the keywords of `_options`."""
     query, key, value = _tokens(query, key, value, "[B, T, heads, H]")
     B, T, N, D = value.shape
@@ -78,10 +79,11 @@ def describe_step(
     if state_indices is None and P != B:
         raise ValueError(f"state has P={P} places for B={B} sequences; give state_indices, or one place a sequence")
     lengths = _check.lengths(query_seq_lengths, "query_seq_lengths", (B,), T)
+    out_dtype = accumulator(query.dtype) if unrounded else query.dtype
     options = dataclasses.replace(
-        options, state_dtype=str(state.dtype), out_dtype=str(query.dtype), mode="recurrent", residuals="recompute"
+        options, state_dtype=str(state.dtype), out_dtype=str(out_dtype), mode="recurrent", residuals="recompute"
     )
-    step = StepArrays(arrays, state, _indices(state_indices, B), lengths)
+    step = StepArrays(arrays, state, indices(state_indices, B), lengths)
     problem = dataclasses.replace(
         _problem(f"{rule.op}_step", arrays, Context(), options, None), initial_state=str(state.dtype)
     )
@@ -133,7 +135,7 @@ def _options(
 ):  # fmt: skip
     """Arrays, with one batch axis, and options of what ops and steps have in common."""
     (T, N), H = value.shape[-3:-1], query.shape[-1]
-    gate = _choice(gate, "gate", GATES)
+    gate = choice(gate, "gate", GATES)
     A_log, dt_bias = gate_parameters(gate, A_log, dt_bias, N, H if rule.decay == "channel" else None)
     static_scale, scale = _check.scale(scale, H)
     if rule.decay is not None:
@@ -147,8 +149,8 @@ def _options(
     options = Options(
         rule=rule, scale=static_scale, qk_l2norm=_check.flag(qk_l2norm, "qk_l2norm"), gate=gate,
         lower_bound=bound(lower_bound),
-        beta_activation=_choice(beta_activation, "beta_activation", BETA_ACTIVATIONS),
-        state_layout=_choice(state_layout, "state_layout", ("kv", "vk")),
+        beta_activation=choice(beta_activation, "beta_activation", BETA_ACTIVATIONS),
+        state_layout=choice(state_layout, "state_layout", ("kv", "vk")),
         state_dtype="", mode="", residuals="", out_dtype="",
     )  # fmt: skip
     return arrays, options
@@ -202,7 +204,7 @@ def floating(x, name):
     return x
 
 
-def _choice(x, name, choices):
+def choice(x, name, choices):
     if not isinstance(x, str | None) or x not in choices:
         raise ValueError(f"{name}={x!r} must be one of {', '.join(map(repr, choices))}")
     return x
@@ -227,7 +229,7 @@ def _state(x, name, heads, H, D, layout):
     return x
 
 
-def _resets(ids, batch, T):
+def resets(ids, batch, T):
     """bool [B, T]: where a token's id differs from the one before."""
     if ids is None:
         return None
@@ -256,7 +258,7 @@ def _checkpoints(x, sequences, M, T):
     return _int32(x).reshape(M, x.shape[-1])
 
 
-def _indices(x, B):
+def indices(x, B):
     """int32 [B], or None for row by row."""
     if x is None:
         return None

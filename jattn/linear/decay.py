@@ -6,7 +6,6 @@ import jax.numpy as jnp
 
 from jattn import _check
 from jattn._linear import RULES
-from jattn._problem import accumulator
 from jattn.linear._call import describe
 from jattn.linear._run import results
 
@@ -171,12 +170,16 @@ def linear_attention(
     call = describe(
         RULES["linear_attention"], query, key, value, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
         segment_ids=segment_ids, checkpoints=checkpoints, state_layout=state_layout, state_dtype=state_dtype, mode=mode,
-        residuals=residuals, out_dtype=accumulator(value.dtype) if normalize else None,
+        residuals=residuals, unrounded=normalize,
     )  # fmt: skip
     found = results(call, return_final_state, implementation=implementation, config=config)
     if not normalize:
         return found
     out, *states = found if isinstance(found, tuple) else (found,)
-    out = out[..., :-1] / (out[..., -1:] + jnp.asarray(_NORMALISER_EPS, out.dtype))
-    out = out.astype(value.dtype)
+    out = divided(out, value.dtype)
     return (out, *states) if states else out
+
+
+def divided(out, dtype):
+    """All channels of out over the last one."""
+    return (out[..., :-1] / (out[..., -1:] + jnp.asarray(_NORMALISER_EPS, out.dtype))).astype(dtype)

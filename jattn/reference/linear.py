@@ -20,7 +20,7 @@ from jattn._linear import CHUNK, Arrays
 from jattn._problem import accumulator
 from jattn._varying import vary, varying_axes
 from jattn.reference import linear_chunk, linear_recurrent
-from jattn.reference.linear_operands import operands
+from jattn.reference.linear_operands import TOKENS, operands
 
 PLATFORM = None
 _MODES = {"chunk": linear_chunk, "recurrent": linear_recurrent}
@@ -119,7 +119,6 @@ def _storage(dtype):
 
 
 _PARAMETERS = ("scale", "A_log", "dt_bias")
-_TOKENS = ("query", "key", "value", "g", "beta")
 
 
 def _parameters(arrays):
@@ -127,7 +126,7 @@ def _parameters(arrays):
 
 
 def _tokens_of(arrays):
-    return {name: x for name in _TOKENS if (x := getattr(arrays, name)) is not None}
+    return {name: x for name in TOKENS if (x := getattr(arrays, name)) is not None}
 
 
 # The walk: which tokens a chunk has, and how states pass the ends of sequences.

@@ -23,20 +23,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jattn.reference.linear_operands import Operands
+from jattn.reference.linear_operands import Operands, einsum
 from jattn.reference.linear_scores import (
     Sums,
     at_and_after,
     before,
     decays,
     decays_backward,
-    einsum,
     inverse,
     inverse_backward,
     scores,
     scores_backward,
     sums,
-)  # fmt: skip
+)
 
 
 @jax.tree_util.register_dataclass

@@ -11,6 +11,8 @@ from jax import lax
 from jattn._linear import NORM_EPS
 from jattn._problem import accumulator
 
+TOKENS = ("query", "key", "value", "g", "beta")  # arrays of a call with an axis of tokens
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +24,10 @@ class Operands:
     v: Any  # [B, N, s, C, D]
     g: Any  # [B, N, s, C, H or 1]
     beta: Any  # [B, N, s, C, 1] or None
+
+    def chunk(self, i):
+        """[B, N, C, ...]."""
+        return jax.tree.map(lambda x: x[:, :, i], self)
 
 
 def operands(rows, exists, options) -> Operands:
@@ -43,7 +49,22 @@ def operands(rows, exists, options) -> Operands:
 
 def unit(x):
     """x over its length along the last axis."""
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + jnp.asarray(NORM_EPS, x.dtype))
+    return x * lax.rsqrt(_total(x * x) + jnp.asarray(NORM_EPS, x.dtype))
+
+
+def _total(x):
+    """Sum along the last axis, kept, by halves: the order of a reduction may depend on the size of the batch."""
+    while (n := x.shape[-1]) > 1:
+        half = n // 2
+        rest = x[..., 2 * half :]
+        x = x[..., :half] + x[..., half : 2 * half]
+        x = jnp.concatenate([x, rest], axis=-1) if n % 2 else x
+    return x
+
+
+def einsum(spec, *operands):
+    """In the precision of the operands: no TF32, no bfloat16 passes."""
+    return jnp.einsum(spec, *operands, precision=lax.Precision.HIGHEST)
 
 
 def log_decay(x, A_log, dt_bias, gate, lower_bound):

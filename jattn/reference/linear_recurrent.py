@@ -12,19 +12,29 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jattn.reference.linear_operands import Operands
+from jattn.reference.linear_operands import Operands, einsum
 
 
 def token(S, x: Operands):
     """`(S, o [..., D])` after one token: q, k [..., H], v [..., D], g [..., H or 1], beta [..., 1] or None."""
-    S = jnp.exp(x.g)[..., None] * S
-    u = x.v if x.beta is None else x.beta * (x.v - _read(x.k, S))
-    out = _read(x.q, S) + jnp.sum(x.q * x.k, axis=-1, keepdims=True) * u
+    S = decayed(S, x.g)
+    if x.beta is None:
+        u, out = x.v, einsum("...h,...hd->...d", x.q, S)
+    else:
+        retrieved, out = jnp.moveaxis(einsum("...ih,...hd->...id", jnp.stack([x.k, x.q], axis=-2), S), -2, 0)
+        u = x.beta * (x.v - retrieved)
+    out = out + einsum("...h,...h->...", x.q, x.k)[..., None] * u
     return S + x.k[..., :, None] * u[..., None, :], out
 
 
-def _read(k, S):
-    return jnp.sum(k[..., :, None] * S, axis=-2)
+def decayed(S, g):
+    """Diag(exp g) S, where a decay near 1 is not rounded to the grid of numbers near 1.
+
+    Rounded, it would be off by up to 3e-8 in the same direction at every token whose gate is the same: 1e-4 after 4096.
+    """
+    near = g > -0.5
+    one, rest = near.astype(g.dtype), jnp.where(near, jnp.expm1(g), jnp.exp(g))
+    return one[..., None] * S + rest[..., None] * S
 
 
 def tokens(S, x: Operands, resets):

@@ -15,7 +15,8 @@ lends its shape to the inverse: inv [[A, 0], [X, B]] = [[A⁻¹, 0], [−B⁻¹ 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
+
+from jattn.reference.linear_operands import einsum
 
 _FORGOTTEN = -(2.0**14)  # exp of it is 0 in every dtype; sums of 64 such numbers on the grid below are exact
 _GRID = 16
@@ -42,11 +43,6 @@ class Sums(NamedTuple):
 
     def value(self):
         return self.hi + self.lo
-
-
-def einsum(spec, *operands):
-    """In the precision of the operands: no TF32, no bfloat16 passes."""
-    return jnp.einsum(spec, *operands, precision=lax.Precision.HIGHEST)
 
 
 def sums(g, runs) -> Sums:
