@@ -75,7 +75,7 @@ def test_every_form_is_the_layer(kind):
     rotate, latent_queries, gate = KINDS[kind]
     w, x = layer_weights(latent_queries, gate, **SIZES), tokens()
     truth = np.stack([oracle.mla_layer(row, w, SCALE, rotate is not None) for row in x])
-    for found in forms(x, MLAWeights(**w), rotate, gate):
+    for found in map(np.asarray, forms(x, MLAWeights(**w), rotate, gate)):
         assert found.dtype == np.float32
         # Products of weights in a chain, each rounded: no dense baseline has fewer of them.
         assert np.abs(found - truth).max() <= 1e-5 * np.abs(truth).max()
@@ -85,7 +85,7 @@ def test_float64():
     with jax.enable_x64(True):
         w, x = layer_weights(dtype="float64", **SIZES), tokens(dtype="float64")
         truth = np.stack([oracle.mla_layer(row, w, SCALE) for row in x])
-        for found in forms(x, MLAWeights(**w), ROTATE, False):
+        for found in map(np.asarray, forms(x, MLAWeights(**w), ROTATE, False)):
             assert np.abs(found - truth).max() <= 1e-12 * np.abs(truth).max()
 
 
@@ -186,7 +186,7 @@ def test_positions_and_histories():
         ]
 
     for found in run(x, positions):
-        found = mla_output(found, w)
+        found = np.asarray(mla_output(found, w))
         assert np.abs(found - truth[:, 9:]).max() <= 1e-5 * np.abs(truth).max()
 
 
@@ -325,7 +325,7 @@ def test_decoding_is_the_last_row_of_prefill():
     cache = np.full((2, 12, 16), np.nan, np.float32)
     for t in range(12):
         cache, y = step(cache, x[:, t : t + 1], np.int32(t))
-        assert np.abs(y[:, 0] - whole[:, t]).max() <= 1e-5 * np.abs(whole).max()
+        assert np.abs(np.asarray(y)[:, 0] - whole[:, t]).max() <= 1e-5 * np.abs(whole).max()
 
 
 def test_nothing_to_see():
