@@ -292,10 +292,12 @@ class _Layer:
             raise TypeError(f"cache must be a CompressedCache, not {type(cache).__name__}")
         if self.packed:
             raise ValueError("cu_seqlens and a cache do not go together: pass [B, T, ..] and seq_lengths")
-        if cache.window.shape != (B, self.window, D):
-            raise ValueError(
-                f"cache.window has shape {cache.window.shape}; expected (B, window, D) = {(B, self.window, D)}"
-            )
+        room = cache.window.shape[1]
+        if isinstance(cache.window, Rows584):  # in whole pages
+            room -= (room - self.window) % cache.window.page
+        if (cache.window.shape[0], room, cache.window.shape[2]) != (B, self.window, D):
+            want = (B, self.window, D)
+            raise ValueError(f"cache.window has shape {cache.window.shape}; expected (B, window, D) = {want}")
         if cache.entries.shape[::2] != (B, D) or cache.entries.shape[1] < cache.capacity // self.ratio:
             want = (B, cache.capacity // self.ratio, D)
             raise ValueError(f"cache.entries have shape {cache.entries.shape}; expected (B, entries, D) = {want}")

@@ -92,12 +92,12 @@ class Rows584:
 
     def take(self, index):
         """The encoded rows at `index`, int `[B, n]` within the rows there are."""
-        return self._over_bytes(index, lambda at: self.data.at[at].get(mode="clip"))
+        return self._over_bytes(index, lambda at: jnp.asarray(self.data).at[at].get(mode="clip"))
 
     def put(self, index, encoded) -> "Rows584":
         """With `encoded` rows `[B, n, ..]` at `index`; those at an index past the last are not written."""
         row, scales = jnp.split(encoded, [self.row_bytes], axis=-1)
-        data = self.data
+        data = jnp.asarray(self.data)
         for at, new in zip(self._bytes(index), (row, scales), strict=True):
             data = data.at[at].set(new, mode="drop", unique_indices=True)
         return dataclasses.replace(self, data=data)
@@ -302,7 +302,7 @@ def put(store, index, rows):
     if isinstance(store, Rows584):
         return store.put(index, rows)
     sequence = jnp.arange(index.shape[0], dtype=jnp.int32)[:, None]
-    return store.at[sequence, index].set(rows, mode="drop", unique_indices=True)
+    return jnp.asarray(store).at[sequence, index].set(rows, mode="drop", unique_indices=True)
 
 
 def _positive(x, name, least=1):
