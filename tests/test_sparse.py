@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jattn.indexer import indexer_select
 from jattn.sparse import page_rows, sparse_attention, sparse_weights
 
 SCALE = 0.3
@@ -500,3 +501,17 @@ def test_derivatives_that_are_refused():
         jax.jvp(f, (Q,), (Q,))
     with pytest.raises(NotImplementedError, match="first derivatives in reverse mode only"):
         jax.jacrev(jax.grad(f))(Q)
+
+
+def test_memory_is_bounded():
+    """16,384 queries, 65,536 keys, lists of 2048: selection and attention in under 4 GiB, where scores alone are 4."""
+    S = jax.ShapeDtypeStruct
+    T, keys, bf16 = 16384, 65536, jnp.bfloat16
+
+    def layer(index_query, index_key, weights, query, kv, end):
+        lists, _ = indexer_select(index_query, index_key, weights, 2048, k_end=end)
+        return sparse_attention(query, kv, lists, scale=192**-0.5, value_dim=512)
+
+    index = S((T, 8, 128), bf16), S((keys, 128), bf16), S((T, 8), "float32")
+    compiled = jax.jit(layer).lower(*index, S((T, 8, 576), bf16), S((keys, 576), bf16), S((T,), "int32")).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**29

@@ -31,12 +31,16 @@ class _Walk(paged.Walk):
         P, page, _ = arrays.key.shape
         rows = jax.ShapeDtypeStruct((P, page, 1, arrays.query.shape[-1]), arrays.query.dtype)
         super().__init__(dataclasses.replace(arrays, key=rows, value=rows), options)
-        self.key = self.value = arrays.key
+        self.key, self.value, self._fetched = arrays.key, None, None
 
     def keys_of(self, x, tile, key_ok):
-        """`([1, 1, block_k, C + R] in the query's dtype, None)` of a split."""
+        """`([1, 1, block_k, C + R] in the query's dtype, None)` of a split; as values, the keys just fetched."""
+        if x is None:
+            return self._fetched
         exists, index = key_ok[0, 0, 0, :], tile.key_index[0, 0, 0]
         page = jnp.take(self.table, index // self.page_size, mode="clip")
         rows = x.at[jnp.clip(page, 0, self.P - 1), index % self.page_size].get(mode="promise_in_bounds")
         rows = lax.optimization_barrier(jnp.where(exists[:, None], rows, jnp.zeros((), x.dtype)))
-        return (_formats.unpack_latent(rows, self.query.dtype) if x.dtype == jnp.uint8 else rows)[None, None], None
+        rows = _formats.unpack_latent(rows, self.query.dtype) if x.dtype == jnp.uint8 else rows
+        self._fetched = rows[None, None], None
+        return self._fetched
