@@ -105,8 +105,15 @@ def check(op, p, modes=("chunk", "recurrent"), **options):
     yards = list(baseline_linear.gradients(p, dout, dfinal))
     for mode in modes:
         (out, state), got = pullback(op, p, mode=mode, **options)(p.arrays(), dout, dfinal)
-        for name, x in (got | {"out": out, "state": state}).items():
-            primal = {"out": p.value, "state": dfinal}.get(name, getattr(p, name, None))
-            assert x.dtype == primal.dtype, f"{name} is {x.dtype}, its primal {primal.dtype}"
-            size = truth["terms"].get(name, 0.0)
-            compare.check(f"{mode} {name}", x, truth[name], [y[name] for y in yards], dtype, size)
+        hold(mode, got | {"out": out, "state": state}, truth, yards, dtype)
+        for name, x in got.items():
+            assert x.dtype == getattr(p, name).dtype, f"d{name} is {x.dtype}, its primal {getattr(p, name).dtype}"
+        assert out.dtype == dtype and state.dtype == dfinal.dtype
+
+
+def hold(label, got, truth, yards, dtype):
+    """Every array of `got` by the error rule; gradients of gates are held to the size of what they add up."""
+    for name, x in got.items():
+        shape = np.shape(x)
+        want, *baselines = (np.reshape(y[name], shape) for y in (truth, *yards))
+        compare.check(f"{label} {name}", x, want, baselines, dtype, truth["terms"].get(name, 0.0))

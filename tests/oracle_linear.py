@@ -56,7 +56,7 @@ def _unit(x):
     return x * rstd, rstd
 
 
-class _Prepared:
+class Prepared:
     """What the recurrence takes, [B, T, N, .], and the way back to what the caller gave."""
 
     def __init__(self, p: Problem):
@@ -123,12 +123,12 @@ class _Prepared:
 
 def forward(p: Problem):
     """`(out [B, T, N, D], states [T + 1, B, N, H, D])`: the states before the first and after every token."""
-    return _recurrence(p, _Prepared(p))[:2]
+    return _recurrence(p, Prepared(p))[:2]
 
 
 def last(p: Problem):
     """`(out, final state)` without keeping all states: for long sequences."""
-    return _recurrence(p, _Prepared(p), keep=False)[:2]
+    return _recurrence(p, Prepared(p), keep=False)[:2]
 
 
 def _recurrence(p, x, keep=True):
@@ -156,7 +156,7 @@ def backward(p: Problem, dout, dfinal, dstates=None):
 
     "terms" holds, for gradients of gates, the largest sum of the sizes of what they add up: they may cancel.
     """
-    x = _Prepared(p)
+    x = Prepared(p)
     _, states, updates = _recurrence(p, x)
     dout, dS = _f64(dout), _f64(dfinal)
     dstates = dict(dstates or {})

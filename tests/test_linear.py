@@ -5,24 +5,25 @@ import pytest
 from linear_cases import check, problem
 
 MODEL = dict(qk_l2norm=True, beta_activation="sigmoid2")
+BOTH, CHUNK, RECURRENT = ("chunk", "recurrent"), ("chunk",), ("recurrent",)
 CASES = {
-    "kda bounded": ("kda", dict(gate="bounded", **MODEL)),
-    "kda softplus": ("kda", dict(gate="softplus", **MODEL)),
-    "kda any decay": ("kda", dict(gates="mixed", K=4)),
-    "gated_delta_rule": ("gated_delta_rule", dict(gate="softplus", **MODEL)),
-    "delta_rule": ("delta_rule", dict(**MODEL)),
-    "gla": ("gla", dict(gates="forgetting")),
-    "simple_gla": ("simple_gla", dict(gates="mixed")),
-    "linear_attention": ("linear_attention", dict(scale=0.1)),
+    "kda bounded": ("kda", BOTH, dict(gate="bounded", **MODEL)),
+    "kda softplus": ("kda", RECURRENT, dict(gate="softplus", **MODEL)),
+    "kda any decay": ("kda", CHUNK, dict(gates="mixed", K=4)),
+    "gated_delta_rule": ("gated_delta_rule", BOTH, dict(gate="softplus", **MODEL)),
+    "delta_rule": ("delta_rule", CHUNK, dict(**MODEL)),
+    "gla": ("gla", CHUNK, dict(gates="forgetting")),
+    "simple_gla": ("simple_gla", BOTH, dict(gates="mixed")),
+    "linear_attention": ("linear_attention", CHUNK, dict(scale=0.1)),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_is_the_recurrence(name):
-    op, options = CASES[name]
-    check(op, problem(op, **options))
+    op, modes, options = CASES[name]
+    check(op, problem(op, **options), modes)
 
 
 @pytest.mark.parametrize("op", ["kda", "gated_delta_rule"])
 def test_bfloat16(op):
-    check(op, problem(op, dtype=ml_dtypes.bfloat16, gate="bounded", **MODEL), modes=("chunk",))
+    check(op, problem(op, dtype=ml_dtypes.bfloat16, gate="bounded", **MODEL), CHUNK)

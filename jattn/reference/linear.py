@@ -176,6 +176,8 @@ class Walk:
 
     def gather(self, x, span):
         """[B, T, ...] -> [B, s, C, ...], 0 where there is no token: what lies in memory there is never read."""
+        if self.T == 0:
+            return jnp.zeros((self.B, *span.rows.shape, *x.shape[2:]), x.dtype)
         return jnp.take(x, span.rows, axis=1, mode="fill", fill_value=0)
 
     def rows(self, arrays, span) -> Arrays:
