@@ -139,7 +139,19 @@ def unpack_index_pages(pages, page_size, dim=128):
 
 
 def hadamard(x):
-    """`x [..., n]` times the normalised Walsh-Hadamard matrix of n channels, a power of two; its own inverse."""
+    """`x [.., n]` times the normalised Walsh-Hadamard matrix of n channels, a power of two; its own inverse.
+
+    Computed in float32 (float64 for float64), returned in the dtype of x. Index queries and keys are turned by it
+    before they are rounded, which spreads outliers over all channels and changes no product.
+
+    Raises:
+        ValueError: n is no power of two.
+
+    Example:
+        >>> codes, scales = jattn.indexer_quantize(jattn.hadamard(key), "fp4_b32")
+
+    Source: DeepSeek-V3.2 (2025).
+    """
     n = x.shape[-1]
     if n & (n - 1) or n == 0:
         raise ValueError(f"x has {n} channels; the Hadamard transform needs a power of two")

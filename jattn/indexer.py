@@ -17,14 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn import _check, _formats
+from jattn._formats import hadamard
 from jattn._project import fits, layer_norm, product, rotated
 from jattn._varying import vary, varying_axes
 from jattn.reference import indexer as _xla
 from jattn.reference.sparse import Lists
 
 __all__ = [
-    "IndexerWeights", "indexer_dequantize", "indexer_kl", "indexer_logits", "indexer_project", "indexer_quantize",
-    "indexer_scores", "indexer_select", "topk_select",
+    "IndexerWeights", "hadamard", "indexer_dequantize", "indexer_kl", "indexer_logits", "indexer_project",
+    "indexer_quantize", "indexer_scores", "indexer_select", "topk_select",
 ]  # fmt: skip
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -39,7 +40,7 @@ def indexer_quantize(x, fmt: str = "fp8_row"):
     "fp4_b32": e2m1 codes, two to a byte, the low nibble first, and for 32 channels one scale, the smallest power of two
     >= max|x| / 6, as the byte b of 2^(b - 127).
 
-    NaN and Inf make NaN of what shares their scale. Models rotate rows by `jattn.indexer.hadamard` before this.
+    NaN and Inf make NaN of what shares their scale. Models rotate rows by `hadamard` before this.
 
     Args:
         x: floating-point `[.., H]`; H a multiple of 32 for "fp4_b32".

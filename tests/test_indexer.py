@@ -494,3 +494,17 @@ def test_derivatives_that_are_refused():
         jax.jvp(f, (Q,), (Q,))
     with pytest.raises(NotImplementedError, match="first derivatives in reverse mode only"):
         jax.jacrev(jax.grad(f))(Q)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    for dtype in ("float32", "bfloat16"):
+        test_scores(dtype)
+        test_scores_at_listed_keys(dtype)
+        test_select_is_both_in_one(dtype)
+    for kind in ("plateau", "nan and inf", "large", "tiny"):
+        test_selection_is_exact(kind)
+    test_fp4_blocks()
+    test_a_score_knows_of_its_query_and_its_key_alone()
+    test_the_future_changes_no_bit()
+    test_decoding_is_the_last_row_of_prefill()

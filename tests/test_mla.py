@@ -395,3 +395,16 @@ def preprocess(**changes):
 def test_refused(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    for kind in KINDS:
+        test_every_form_is_the_layer(kind)
+    test_gradients_of_both_forms()
+    for stored in (False, True):
+        test_pages_are_the_contiguous_cache(stored)
+    for dtype in ("float32", "bfloat16"):
+        test_stored_rows_are_the_rows_they_stand_for(dtype)
+    test_a_sequence_knows_of_no_other()
+    test_decoding_is_the_last_row_of_prefill()

@@ -152,7 +152,7 @@ SINKS = np.float32([1, -2, 0, 5])
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_is_attention_over_lists(dtype):
     hold(*draw(dtype=dtype), 16)
 
@@ -169,9 +169,8 @@ def everything(dtype="float32"):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_everything_at_once(dtype):
-    """Two arrays, one of them for all batch items, sinks, lengths of both lists, limits."""
+def test_everything_at_once(dtype="bfloat16"):
+    """Two arrays, one of them for all batch items, sinks, lengths of both lists, limits; float64 below."""
     q, kv, indices, more = everything(dtype)
     hold(q, kv, indices, 16, **more)
 
@@ -196,7 +195,14 @@ def test_blocks_of_keys():
 
 @pytest.mark.parametrize("L", [1, 63, 65, 705])
 def test_any_length_of_list(L):
-    hold(*draw(B=1, T=3, N=2, S=30, L=L), 24)
+    q, kv, indices = draw(B=1, T=3, N=2, S=30, L=L)
+    out, lse = attend(q, kv, indices)
+    truth = [oracle.row(q[0, t], rows_of([kv], found), SCALE, 24)[:2] for _, t, found in keys_of(q, kv, indices, {})]
+    for got, want in zip((out, lse), zip(*truth, strict=True), strict=True):
+        got, want = np.asarray(got)[0], np.array(want)
+        seen = np.isfinite(want)
+        np.testing.assert_array_equal(seen, np.isfinite(got))
+        assert np.abs(got[seen] - want[seen]).max() <= 1e-5 * np.abs(want[seen]).max()
 
 
 def test_the_oracle_differentiates():
@@ -515,3 +521,14 @@ def test_memory_is_bounded():
     index = S((T, 8, 128), bf16), S((keys, 128), bf16), S((T, 8), "float32")
     compiled = jax.jit(layer).lower(*index, S((T, 8, 576), bf16), S((keys, 576), bf16), S((T,), "int32")).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2**29
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    for dtype in ("float32", "bfloat16", "float16"):
+        hold(*draw(dtype=dtype), 16)
+        test_everything_at_once(dtype)
+    test_a_row_knows_of_no_other("float32", (2, 7, 300))
+    test_a_row_knows_of_no_other("bfloat16", (2, 7, 300))
+    test_every_run_has_the_same_bits()
+    test_what_no_list_names_may_be_anything()
