@@ -66,10 +66,11 @@ def host(tree):
     return jax.tree.map(np.asarray, tree)
 
 
+@functools.cache
 def empty(kind, B=B, capacity=T + 8, index_dim=C, head_dim=D, **more):
     index_dim = index_dim if kind == "CSA" else None
     make = functools.partial(CompressedCache.zeros, B, capacity, head_dim, ratio=RATIO[kind], overlap=OVERLAP[kind])
-    return host(make(index_dim=index_dim, window=WINDOW, **more))
+    return host(jax.jit(functools.partial(make, index_dim=index_dim, window=WINDOW, **more))())
 
 
 def tokens(inputs, change):

@@ -43,7 +43,7 @@ def truth(kind, u, z, ape, norm=None, angles=ANGLES):
 
 
 def dense(kind, u, z, ape, norm, rotary=ROTARY):
-    return baseline.entries(u, z, ape, norm, KINDS[kind][1], rotary)
+    return jax.jit(lambda *x: baseline.entries(*x, KINDS[kind][1], rotary))(u, z, ape, norm)
 
 
 def equal(a, b):
@@ -139,7 +139,7 @@ def test_the_first_entry_has_no_block_before():
     assert np.any(other[:, 1] != entries[:, 1])
     equal(other[:, 2:], entries[:, 2:])
     equal_scores = np.zeros_like(z), np.zeros_like(ape)
-    plain = compress(u, equal_scores[0], equal_scores[1], overlap=True)[0]
+    plain = np.asarray(compiled("CSA")(u, *equal_scores)[0])
     np.testing.assert_allclose(plain[:, 0], u[:, :4, 5:].mean(1), rtol=1e-6, atol=1e-6)
     both = np.concatenate([u[:, :4, :5], u[:, 4:8, 5:]], 1)
     np.testing.assert_allclose(plain[:, 1], both.mean(1), rtol=1e-6, atol=1e-6)
@@ -225,11 +225,12 @@ def test_rotary_turns_the_last_channels_and_back():
     rng = np.random.default_rng(3)
     x, positions = rng.standard_normal((3, 7, 10)).astype(np.float32), rng.integers(0, 10**6, (3, 7)).astype(np.int32)
     for rotary in (Rotary(4), Rotary(4, interleaved=False), Rotary(10, base=160000.0, scaling=YarnScaling(16, 65536))):
-        y = rotary(x, positions)
+        y = np.asarray(jax.jit(rotary)(x, positions))
         np.testing.assert_array_equal(y[..., : -rotary.dim], x[..., : -rotary.dim])
-        np.testing.assert_allclose(rotary(y, positions, inverse=True), x, atol=2e-6)
-    one = np.eye(10, dtype=np.float32)[None, 6]
-    np.testing.assert_allclose(Rotary(4)(one, np.array([1]))[0, 6:], [np.cos(1), np.sin(1), 0, 0], atol=1e-6)
+        back = jax.jit(functools.partial(rotary, inverse=True))(y, positions)
+        np.testing.assert_allclose(back, x, atol=2e-6)
+    one, at = np.eye(10, dtype=np.float32)[None, 6], np.array([1], np.int32)
+    np.testing.assert_allclose(jax.jit(Rotary(4))(one, at)[0, 6:], [np.cos(1), np.sin(1), 0, 0], atol=1e-6)
     np.testing.assert_allclose(
         Rotary(4, interleaved=False)(one, np.array([1]))[0, 6:], [np.cos(1), 0, np.sin(1), 0], atol=1e-6
     )
