@@ -13,6 +13,7 @@ import pytest
 from jattn import _formats, rope
 from jattn.indexer import (
     IndexerWeights,
+    hadamard,
     indexer_dequantize,
     indexer_kl,
     indexer_logits,
@@ -55,17 +56,18 @@ def test_powers_of_two_round_up():
     for largest in (448, 6):
         exact = np.float32(largest) * np.exp2(np.arange(-126, 119, dtype=np.float32))
         above, below = np.nextafter(exact, np.float32(np.inf)), np.nextafter(exact, np.float32(0))
-        scale = functools.partial(_formats.power_of_two_scale, largest=largest)
+        scale = jax.jit(functools.partial(_formats.power_of_two_scale, largest=largest))
         np.testing.assert_array_equal(scale(exact), exact / largest)
         np.testing.assert_array_equal(scale(above), exact / largest * 2)
         np.testing.assert_array_equal(scale(below), exact / largest)
         np.testing.assert_array_equal(scale(np.float32([0, 1e-44, np.nan, np.inf])), [2**-126, 2**-126, np.nan, np.nan])
     powers = np.exp2(np.arange(-126, 127, dtype=np.float32))
-    np.testing.assert_array_equal(_formats.reciprocal(powers), 1 / powers)
+    np.testing.assert_array_equal(jax.jit(_formats.reciprocal)(powers), 1 / powers)
     codes = np.arange(1, 255, dtype=np.uint8)
-    np.testing.assert_array_equal(_formats.decode_ue8m0(codes), np.exp2(codes.astype(np.float64) - 127))
-    np.testing.assert_array_equal(_formats.encode_ue8m0(_formats.decode_ue8m0(codes)), codes)
-    assert np.isnan(_formats.decode_ue8m0(np.uint8(255)))
+    decoded = jax.jit(_formats.decode_ue8m0)(np.append(codes, np.uint8(255)))
+    np.testing.assert_array_equal(decoded[:-1], np.exp2(codes.astype(np.float64) - 127))
+    assert np.isnan(decoded[-1])
+    np.testing.assert_array_equal(jax.jit(_formats.encode_ue8m0)(decoded), np.append(codes, np.uint8(255)))
 
 
 def test_e2m1_ties_go_to_even():
@@ -73,7 +75,7 @@ def test_e2m1_ties_go_to_even():
     x = np.concatenate([midpoints, np.nextafter(midpoints, np.float32(9)), np.nextafter(midpoints, np.float32(0))])
     x = np.concatenate([x, np.float32([0, 6, 7, 1e30]), np.linspace(0, 7, 701, dtype=np.float32)])
     x = np.concatenate([x, -x])
-    got = np.asarray(_formats.decode_e2m1(_formats.encode_e2m1(x)))
+    got = np.asarray(jax.jit(lambda x: _formats.decode_e2m1(_formats.encode_e2m1(x)))(x))
     want = np.array([oracle.e2m1(v) for v in x.tolist()])
     np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(np.signbit(got), np.signbit(want))
@@ -84,7 +86,7 @@ def test_fp4_blocks():
     x = heavy(20, 128)
     x[0] = 0
     x[1, :32], x[1, 32:64] = 6, np.float32(6.0000005)
-    codes, scales = quantize(x, "fp4_b32")
+    codes, scales = map(np.asarray, quantize(x, "fp4_b32"))
     assert codes.shape == (20, 64) and scales.shape == (20, 4) and codes.dtype == scales.dtype == jnp.uint8
     want = np.stack([np.concatenate([oracle.fp4_block(b) for b in row.reshape(4, 32)]) for row in x])
     for dtype in (jnp.float32, jnp.bfloat16):
@@ -94,7 +96,7 @@ def test_fp4_blocks():
     # The low nibble first.
     one = np.zeros((1, 32), np.float32)
     one[0, :2] = 6, -1
-    np.testing.assert_array_equal(indexer_quantize(one, "fp4_b32")[0][0, 0], 7 | (8 + 2) << 4)
+    np.testing.assert_array_equal(np.asarray(quantize(one, "fp4_b32")[0])[0, 0], 7 | (8 + 2) << 4)
 
 
 @pytest.mark.parametrize("fmt", ["fp8_row", "fp8_row_ue8m0", "fp4_b32"])
@@ -110,11 +112,11 @@ def test_nan_and_inf_spoil_their_block_alone(fmt):
 
 def test_index_pages():
     codes, scales = map(np.asarray, quantize(heavy(3, 64, 128), "fp8_row"))
-    pages = np.asarray(_formats.pack_index_pages(codes, scales[..., 0]))
+    pages = np.asarray(jax.jit(_formats.pack_index_pages)(codes, scales[..., 0]))
     assert pages.shape == (3, 64 * 132) and pages.dtype == np.uint8
     np.testing.assert_array_equal(pages[:, : 64 * 128], codes.view(np.uint8).reshape(3, -1))
     np.testing.assert_array_equal(pages[:, 64 * 128 :].copy().view(np.float32), scales[..., 0])
-    again = _formats.unpack_index_pages(pages, 64)
+    again = jax.jit(_formats.unpack_index_pages, static_argnums=1)(pages, 64)
     np.testing.assert_array_equal(np.asarray(again[0]).view(np.uint8), codes.view(np.uint8))
     np.testing.assert_array_equal(again[1], scales[..., 0])
 
@@ -124,8 +126,9 @@ def test_hadamard_is_orthogonal():
     matrix = np.array([[1.0]])
     while len(matrix) < 128:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    np.testing.assert_allclose(_formats.hadamard(x), x @ matrix / np.sqrt(128), rtol=1e-5, atol=1e-4)
-    np.testing.assert_allclose(_formats.hadamard(_formats.hadamard(x)), x, rtol=1e-5, atol=1e-4)
+    turned = jax.jit(hadamard)(x)
+    np.testing.assert_allclose(turned, x @ matrix / np.sqrt(128), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(jax.jit(hadamard)(turned), x, rtol=1e-5, atol=1e-4)
 
 
 # Scores.
@@ -183,11 +186,12 @@ def test_scores_of_codes(fmt):
 def test_float64_scores():
     with jax.enable_x64(True):
         q, k, w = operands(dtype="float64")
-        got = indexer_logits(q, k, w.astype(np.float64), k_end=HIGH.astype(np.int64), out_dtype="float64")
+        got = scored(q, k, w.astype(np.float64), (None, HIGH.astype(np.int64)), "float64")
         truth = np.stack([oracle.logits(*x) for x in zip(q, k, w, strict=True)])
         inside = np.arange(70) < HIGH[..., None]
         np.testing.assert_allclose(np.asarray(got)[inside], truth[inside], rtol=1e-12, atol=1e-12)
-        assert got.dtype == np.float64 and topk_select(got, 4)[0].dtype == np.int32
+        assert got.dtype == np.float64
+        holds(np.asarray(got)[0], 4)
 
 
 def test_a_score_knows_of_its_query_and_its_key_alone():
@@ -198,12 +202,13 @@ def test_a_score_knows_of_its_query_and_its_key_alone():
     np.testing.assert_array_equal(scored(q[3], k[3], w[3]), want[3])
     np.testing.assert_array_equal(scored(q[2:4, 1:2], k[2:4], w[2:4, 1:2]), want[2:4, 1:2])
     long = np.concatenate([k, np.full((5, 2000, 32), np.nan, np.float32)], axis=1)
-    np.testing.assert_array_equal(scored(q, long, w)[..., :70], want)
+    np.testing.assert_array_equal(np.asarray(scored(q, long, w))[..., :70], want)
     order = np.random.default_rng(0).permutation(30)[:25]
     pool = np.full((30, 16, 32), np.nan, np.float32)
     pool[order] = np.pad(k, ((0, 0), (0, 10), (0, 0)), constant_values=np.nan).reshape(25, 16, 32)
     tables = np.pad(order.reshape(5, 5), ((0, 0), (0, 1)), constant_values=2147480000)
-    paged = indexer_logits(q, pool, w, k_end=70, block_tables=tables.astype(np.int32))
+    paged = jax.jit(functools.partial(indexer_logits, k_end=70))(q, pool, w, block_tables=tables.astype(np.int32))
+    paged = np.asarray(paged)
     assert paged.shape == (5, 3, 96) and np.isneginf(paged[..., 70:]).all()
     np.testing.assert_array_equal(paged[..., :70], want)
 
@@ -310,8 +315,8 @@ def test_select_is_both_in_one(score_dtype):
     low = np.int32([[0] * 20 + [1500] * 20])
     high = np.int32([np.r_[1:21, 1500:1520]])
     high[0, 20:30] = 2100
-    got = chosen(q, k, w, 30, low, high, score_dtype=score_dtype)
-    scores = indexer_logits(q, k, w, low, high, out_dtype=score_dtype)
+    got = jax.tree.map(np.asarray, chosen(q, k, w, 30, low, high, score_dtype=score_dtype))
+    scores = scored(q, k, w, (low, high), score_dtype)
     for a, b in zip(got, selected(scores, 30, low, high), strict=True):
         np.testing.assert_array_equal(a, b)
     # Few candidates are all taken, whatever they score.
@@ -415,12 +420,12 @@ def test_loss_and_its_gradient():
     scores[0, 10:], scores[1] = -np.inf, -np.inf
     target[2], target[3, ::2] = 0, 0
     target[4, 1:] = 0
-    loss, pull = jax.vjp(lambda s: indexer_kl(s, target), scores)
+    loss, got = jax.jit(lambda s: (indexer_kl(s, target), jax.grad(lambda s: indexer_kl(s, target).sum())(s)))(scores)
     assert loss.dtype == np.float32 and loss.shape == (6,)
     truth = [oracle.kl(*x) for x in zip(scores, target, strict=True)]
     np.testing.assert_allclose(loss, [x[0] for x in truth], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(pull(np.ones(6, np.float32))[0], [x[1] for x in truth], rtol=1e-5, atol=1e-6)
-    assert not jax.grad(lambda t: indexer_kl(scores, t).sum())(target).any()
+    np.testing.assert_allclose(got, [x[1] for x in truth], rtol=1e-5, atol=1e-6)
+    assert not np.any(jax.jit(jax.grad(lambda t: indexer_kl(scores, t).sum()))(target))
 
 
 def test_projections_turn_channels_as_their_model_does():
@@ -435,7 +440,8 @@ def test_projections_turn_channels_as_their_model_does():
     positions, found = np.int32([1000, 1001, 1007]), {}
     for interleaved in (False, True):
         rotate = functools.partial(rope, rotary_dim=8, interleaved=interleaved)
-        query, key, heads = indexer_project(x, a, IndexerWeights(**w), positions, rotate=rotate)
+        project = jax.jit(functools.partial(indexer_project, rotate=rotate))
+        query, key, heads = project(x, a, IndexerWeights(**w), positions)
         q = oracle.rope(np.einsum("tq,qnh->tnh", a, w["query_up"]), positions, interleaved=interleaved, rotary=8)
         k = oracle.f64(x) @ w["key_down"]
         k = (k - k.mean(1, keepdims=True)) / np.sqrt(k.var(1, keepdims=True) + 1e-6) * w["key_norm"] + w["key_bias"]
@@ -449,6 +455,7 @@ def test_projections_turn_channels_as_their_model_does():
 
 Q, K, W = operands()
 LISTS = np.zeros((2, 5, 4), np.int32)
+CODES = quantize(K, "fp8_row")
 
 
 @pytest.mark.parametrize(
@@ -458,7 +465,7 @@ LISTS = np.zeros((2, 5, 4), np.int32)
         (lambda: indexer_logits(Q, K, W[..., :2]), ValueError, r"query has shape \(2, 5, 3, 32\); expected"),
         (lambda: indexer_logits(Q, jnp.bfloat16(K), W), TypeError, "key dtype bfloat16 must equal query's float32"),
         (lambda: indexer_logits(Q, K[:1], W), ValueError, r"key has shape \(1, 70, 32\); expected \[S, H\]"),
-        (lambda: indexer_logits(Q, indexer_quantize(K), W), TypeError, "key dtype float8_e4m3fn must equal query's"),
+        (lambda: indexer_logits(Q, CODES, W), TypeError, "key dtype float8_e4m3fn must equal query's"),
         (lambda: indexer_logits((Q, Q), K, W), ValueError, "no pair that indexer_quantize returns"),
         (lambda: indexer_logits(Q, K, W, k_end=np.ones(3, np.int32)), ValueError, r"k_end has shape \(3,\)"),
         (lambda: indexer_logits(Q, K, W, k_end=1.0), TypeError, "k_end=1.0 must be an int array"),
@@ -473,14 +480,14 @@ LISTS = np.zeros((2, 5, 4), np.int32)
         (lambda: topk_select(W, 2, implementation="triton"), ValueError, "'triton' is unknown"),
         (lambda: indexer_scores(Q, K, W, LISTS[0]), ValueError, r"indices have shape \(5, 4\)"),
         (lambda: indexer_scores(Q, K, W, W), TypeError, "indices must be integers, not float32"),
-        (lambda: indexer_scores(indexer_quantize(Q), indexer_quantize(K), W, LISTS), TypeError, "codes have no"),
+        (lambda: indexer_scores(quantize(Q, "fp8_row"), CODES, W, LISTS), TypeError, "codes have no"),
         (lambda: indexer_kl(W, W[0]), ValueError, r"target has shape \(5, 3\); scores have \(2, 5, 3\)"),
         (lambda: indexer_kl(LISTS, LISTS), TypeError, "scores must be floating-point, not int32"),
         (lambda: indexer_quantize(Q, "fp6"), ValueError, "fmt='fp6' is unknown; choose from 'fp8_row'"),
         (lambda: indexer_quantize(Q[..., :24], "fp4_b32"), ValueError, "24 channels, no multiple of the block of 32"),
         (lambda: indexer_quantize(LISTS), TypeError, "x must be floating-point, not int32"),
         (lambda: indexer_dequantize(Q, W), ValueError, "no pair that indexer_quantize returns"),
-        (lambda: _formats.hadamard(Q[..., :24]), ValueError, "24 channels; the Hadamard transform needs a power"),
+        (lambda: hadamard(Q[..., :24]), ValueError, "24 channels; the Hadamard transform needs a power"),
     ],
 )
 def test_refused(call, error, words):

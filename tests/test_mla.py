@@ -153,21 +153,6 @@ def test_gradients_of_both_forms():
             assert np.abs(getattr(got[1], name) - want).max() <= 1e-5 * np.abs(want).max()
 
 
-def test_the_scale_is_not_that_of_the_rows():
-    """Absorbed queries have C + R channels, and would have another default: there is none."""
-    x, w = tokens(), MLAWeights(**layer_weights(**SIZES))
-    inputs = mla_preprocess(x, w, rotate=ROTATE)
-    for call in (
-        lambda **o: mla_prefill(inputs, w, **o),
-        lambda **o: mla_absorbed(inputs.query, inputs.rows, latent_dim=12, **o),
-        lambda **o: mla_decode(inputs.query, inputs.rows, latent_dim=12, **o),
-    ):  # fmt: skip
-        with pytest.raises(TypeError, match="scale"):
-            call()
-        with pytest.raises(TypeError, match="scale=None: pass the scale of the expanded form"):
-            call(scale=None)
-
-
 def test_positions_and_histories():
     """Tokens at the end of a history, at positions of their own for each sequence."""
     w, x = layer_weights(**SIZES), tokens(T=12)
@@ -276,7 +261,7 @@ def test_a_row_has_656_bytes():
     latent = (rng.standard_t(3, (5, 512)) * 3).astype(np.float32)
     key_rope = rng.standard_normal((5, 64)).astype(np.float32)
     latent[0, :128], latent[1, 130] = 0, np.nan
-    rows = np.asarray(pack_latent(latent, key_rope))
+    rows = np.asarray(jax.jit(pack_latent)(latent, key_rope))
     assert rows.shape == (5, 656) and rows.dtype == np.uint8
     scales = rows[:, 512:528].copy().view(np.float32)
     top = np.maximum(np.abs(latent.reshape(5, 4, 128)).max(2), np.float32(1e-4)).astype(np.float64)
@@ -286,10 +271,10 @@ def test_a_row_has_656_bytes():
     clean[1, 128:256] = False
     np.testing.assert_array_equal(rows[:, :512][clean], codes.view(np.uint8)[clean])
     np.testing.assert_array_equal(rows[:, 528:].copy().view(ml_dtypes.bfloat16), key_rope.astype(ml_dtypes.bfloat16))
-    again = np.asarray(unpack_latent(rows))
+    again, narrow = (np.asarray(jax.jit(unpack_latent, static_argnums=1)(rows, d)) for d in ("float32", "bfloat16"))
     assert np.isnan(again[:, :512][~clean]).all()
     np.testing.assert_array_equal(again[:, :512][clean], (codes.astype("f") * np.repeat(scales, 128, 1))[clean])
-    np.testing.assert_array_equal(again, np.asarray(unpack_latent(rows, "bfloat16")).astype(np.float32))
+    np.testing.assert_array_equal(again, narrow.astype(np.float32))
 
 
 def test_a_sequence_knows_of_no_other():
@@ -348,9 +333,23 @@ def test_memory_does_not_grow_with_the_cache(stored):
 
 
 X, W = tokens(), layer_weights(**SIZES)
-INPUTS = mla_preprocess(X, MLAWeights(**W), rotate=None)
+INPUTS = jax.jit(functools.partial(mla_preprocess, rotate=None))(X, MLAWeights(**W))
 Q, ROWS = cache_of()
 TABLES = np.zeros((3, 1), np.int32)
+
+
+def test_the_scale_is_not_that_of_the_rows():
+    """Absorbed queries have C + R channels, and would have another default: there is none."""
+    inputs, w = INPUTS, MLAWeights(**W)
+    for call in (
+        lambda **o: mla_prefill(inputs, w, **o),
+        lambda **o: mla_absorbed(inputs.query, inputs.rows, latent_dim=12, **o),
+        lambda **o: mla_decode(inputs.query, inputs.rows, latent_dim=12, **o),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match="scale"):
+            call()
+        with pytest.raises(TypeError, match="scale=None: pass the scale of the expanded form"):
+            call(scale=None)
 
 
 def preprocess(**changes):
