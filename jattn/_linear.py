@@ -67,6 +67,20 @@ class Context:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Residuals:
+    """What a forward keeps for a backward, alike for all implementations: one's forward may meet another's backward.
+
+    There are n = ceil(T / 64) chunks; packed n = ceil(T / 64) + M - 1, those of each sequence in order, the rest unused.
+    bfloat16 for 16-bit inputs, else the accumulator's dtype, as states of mode="recurrent" always are.
+    """
+
+    states: Any  # [B, n, N, H, D]: that which enters each chunk
+    scores: Any = None  # [B, n, N, 64, 64]: A of mode="chunk" for decays by channel, see reference/linear_chunk.py
+    inverse: Any = None  # [B, n, N, 64, 64]: T, or T₀ for decays by head, of mode="chunk" with the delta rule
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class StepArrays:
     """All arrays of a `*_step`: those of a call, and the states it goes on from."""
 

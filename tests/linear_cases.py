@@ -7,6 +7,7 @@ import compare
 import jax
 import numpy as np
 import oracle_linear
+import pytest
 from oracle_linear import Problem
 
 from jattn import linear
@@ -23,6 +24,14 @@ BY_CHANNEL, BY_HEAD = ("kda", "gla"), ("gated_delta_rule", "simple_gla")
 DELTA = ("kda", "gated_delta_rule", "delta_rule")
 # Half the time to compile; what is compared is the same program.
 quickly = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compiles():
+    """For calls outside `quickly`."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def problem(op, B=2, T=150, K=2, N=4, H=16, D=24, *, dtype=np.float32, gates="mixed", state=True, seed=0, **options):

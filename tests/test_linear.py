@@ -5,10 +5,9 @@ import pytest
 from linear_cases import check, problem
 
 MODEL = dict(qk_l2norm=True, beta_activation="sigmoid2")
-BOTH, CHUNK, RECURRENT = ("chunk", "recurrent"), ("chunk",), ("recurrent",)
+BOTH, CHUNK = ("chunk", "recurrent"), ("chunk",)
 CASES = {
     "kda bounded": ("kda", BOTH, dict(gate="bounded", **MODEL)),
-    "kda softplus": ("kda", RECURRENT, dict(gate="softplus", **MODEL)),
     "kda any decay": ("kda", CHUNK, dict(gates="mixed", K=4)),
     "gated_delta_rule": ("gated_delta_rule", BOTH, dict(gate="softplus", **MODEL)),
     "delta_rule": ("delta_rule", CHUNK, dict(**MODEL)),

@@ -10,7 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import oracle_linear
 import pytest
-from linear_cases import call, check, cotangents, hold, problem, pullback, quickly
+from linear_cases import (
+    call,
+    check,
+    cotangents,
+    hold,
+    problem,
+    pullback,
+    quick_compiles,  # noqa: F401 -- for every test here
+    quickly,
+)
 
 from jattn import linear
 
@@ -27,22 +36,22 @@ def bits(a, b, message=""):
 
 
 @functools.cache
-def packed_problem():
+def packed_problem(op="kda"):
     """Arrays of T tokens in one row, with an initial state for each of M sequences."""
-    p = problem("kda", B=1, T=T, **MODEL)
+    p = problem(op, B=1, T=T, **MODEL)
     h0 = np.random.default_rng(8).standard_normal((M, *p.initial_state.shape[1:])).astype(np.float32)
     return dataclasses.replace(p, initial_state=h0)
 
 
 @functools.cache
-def packed(mode, gradients=False):
+def packed(mode, op="kda", gradients=False):
     """Compiled: (arrays, cu, dout, dfinal) -> (out, states), gradients."""
-    p = packed_problem()
+    p = packed_problem(op)
 
     def run(x, cu):
         x = {name: a[0] if name in TOKENS else a for name, a in x.items()}
         own = dataclasses.replace(p, **{name: None for name in ("initial_state",)})
-        return call("kda", own, x, cu_seqlens=cu, return_final_state=True, mode=mode)
+        return call(op, own, x, cu_seqlens=cu, return_final_state=True, mode=mode)
 
     def with_gradients(x, cu, dout, dfinal):
         results, pull = jax.vjp(lambda x: run(x, cu), x)
@@ -99,7 +108,7 @@ def test_packed_sequences_are_each_alone(mode):
 
 def test_gradients_of_packed_sequences():
     """Bit for bit those of the sequence alone, packed or not, whatever its neighbours hold."""
-    p, run, m = packed_problem(), packed("chunk", gradients=True), 3
+    p, run, m = packed_problem("gated_delta_rule"), packed("chunk", "gated_delta_rule", gradients=True), 3
     a, b = CU[m], CU[m + 1]
     rng = np.random.default_rng(9)
     dout = rng.standard_normal((T, *p.value.shape[2:])).astype(np.float32)
@@ -110,7 +119,7 @@ def test_gradients_of_packed_sequences():
     bits(got["initial_state"][0], dfinal[0])
     _, own = run(poisoned(p.arrays(), (a, b)), alone(m), dout, dfinal)
     one = dataclasses.replace(p.tokens(a, b), initial_state=p.initial_state[m : m + 1])
-    _, dense = pullback("kda", one)(one.arrays(), dout[None, a:b], dfinal[m : m + 1])
+    _, dense = pullback("gated_delta_rule", one)(one.arrays(), dout[None, a:b], dfinal[m : m + 1])
     for name in TOKENS:
         bits(got[name][:, a:b], own[name][:, a:b], name)
         bits(got[name][:, a:b], dense[name], name)
@@ -137,7 +146,7 @@ def test_repeats_are_bit_equal():
 SEGMENTS = np.array([7] * 3 + [7] * 20 + [2] + [7] * 41 + [0] * 70 + [1] * 15)  # 7 comes back; one has one token
 
 
-@pytest.mark.parametrize("op, modes", [("kda", MODES), ("gated_delta_rule", ("chunk",))])
+@pytest.mark.parametrize("op, modes", [("kda", ("chunk",)), ("gated_delta_rule", MODES)])
 def test_segments_start_anew(op, modes):
     ids = np.stack([SEGMENTS, np.zeros_like(SEGMENTS)])
     resets = np.concatenate([np.zeros((2, 1), bool), ids[:, 1:] != ids[:, :-1]], axis=1)
@@ -146,9 +155,9 @@ def test_segments_start_anew(op, modes):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_tokens_at_all(mode):
-    p = problem("kda", B=2, T=0, **MODEL)
+    p = problem("gated_delta_rule", B=2, T=0, **MODEL)
     dout, dfinal = cotangents(p)
-    (out, state), got = pullback("kda", p, mode=mode)(p.arrays(), dout, dfinal)
+    (out, state), got = pullback("gated_delta_rule", p, mode=mode)(p.arrays(), dout, dfinal)
     assert out.shape == p.value.shape
     bits(state, p.initial_state)
     bits(got["initial_state"], dfinal)

@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from linear_cases import BY_CHANNEL, DELTA, call, problem, quickly
+from linear_cases import (
+    BY_CHANNEL,
+    DELTA,
+    call,
+    problem,
+    quick_compiles,  # noqa: F401 -- for every test here
+    quickly,
+)
 
 from jattn import linear
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jattn._linear import CHUNK, Arrays
+from jattn._linear import CHUNK, Arrays, Residuals
 from jattn._problem import accumulator
 from jattn._varying import vary, varying_axes
 from jattn.reference import linear_chunk, linear_recurrent
@@ -59,10 +59,10 @@ def choose(problem, config) -> SpanConfig:
 
 
 def forward(arrays, context, options, *, rest=True):
-    """`((out, final state, checkpoints or None), rest)`; see `_linear` for the arguments.
+    """`((out, final state, checkpoints or None), Residuals or None)`; see `_linear` for the arguments.
 
     out is [B, T, N, D] of `options.out_dtype`, the states [M, N, H, D] and [M, n, N, H, D] of `options.state_dtype`.
-    `rest` asks for what `backward` needs besides the arrays. It is None with residuals="recompute".
+    `rest` asks for residuals, which there are none of with residuals="recompute".
     """
     results, saved = _forward(arrays, context, options, rest and options.residuals == "save")
     return results, saved
@@ -77,8 +77,9 @@ def backward(arrays, context, options, rest, cotangents):
     carry, dstates = walk.start_backward(dfinal, dcheckpoints)
 
     def body(carry, xs):
-        (carry, totals), (span, saved, dstates) = carry, xs
+        (carry, totals), (span, chunks, dstates) = carry, xs
         rows = walk.rows(arrays, span)
+        saved = walk.saved(rest, chunks)
         x, pull = jax.vjp(lambda rows: operands(rows, span.exists(walk.T), options), rows)
         dout_span = jnp.moveaxis(walk.gather(dout, span).astype(walk.dtype), 3, 1)
         carry, dx = walk.mode.backward(x, walk.runs(span), walk, carry, span.chunks, *saved, dout_span, dstates)
@@ -87,7 +88,7 @@ def backward(arrays, context, options, rest, cotangents):
         return (carry, totals), _tokens_of(drows)
 
     totals = jax.tree.map(lambda p: walk.full(p.shape, 0), _parameters(arrays))
-    xs = (walk.table, rest, dstates)
+    xs = (walk.table, walk.numbers(), dstates)
     (carry, totals), drows = lax.scan(body, (carry, totals), xs, reverse=True)
     gradients = dataclasses.replace(
         arrays,
@@ -110,7 +111,7 @@ def _forward(arrays, context, options, save):
         return carry, (out, states, (entering, saved) if save else None)
 
     carry, (out, states, saved) = lax.scan(body, walk.start(), walk.table)
-    return (walk.tokens(out), walk.final(carry), walk.checkpoints(states)), saved
+    return (walk.tokens(out), walk.final(carry), walk.checkpoints(states)), walk.residuals(*saved) if save else None
 
 
 def _storage(dtype):
@@ -176,9 +177,7 @@ class Walk:
 
     def gather(self, x, span):
         """[B, T, ...] -> [B, s, C, ...], 0 where there is no token: what lies in memory there is never read."""
-        if self.T == 0:
-            return jnp.zeros((self.B, *span.rows.shape, *x.shape[2:]), x.dtype)
-        return jnp.take(x, span.rows, axis=1, mode="fill", fill_value=0)
+        return _take(x, span.rows)
 
     def rows(self, arrays, span) -> Arrays:
         parameters = {name: x.astype(self.dtype) for name, x in _parameters(arrays).items()}
@@ -238,6 +237,27 @@ class Walk:
         first = self.starts[:, None] if self.packed else 0
         batch = jnp.zeros_like(offsets) if self.packed else jnp.arange(self.B, dtype=jnp.int32)[:, None] + 0 * offsets
         return jnp.where(valid, first + offsets // CHUNK - 1, 0), batch, valid, offsets == 0
+
+    # Residuals.
+
+    def numbers(self):
+        """Numbers of the chunks of each span, int32 [spans, s]."""
+        n, s = self.table.rows.shape[:2]
+        return vary(jnp.arange(n * s, dtype=jnp.int32).reshape(n, s), varying_axes(self.arrays.query))
+
+    def residuals(self, entering, saved) -> Residuals:
+        """From states [spans, s, B, N, H, D] and what the mode saved, [spans, B, N, s, C, C]."""
+        n = math.ceil(self.T / CHUNK) + (self.M - 1 if self.packed and self.M and self.T else 0)
+        join = lambda x: x.reshape(self.B, x.shape[1] * x.shape[2], *x.shape[3:])[:, :n]  # noqa: E731
+        scores, inverse = (None, None) if saved is None else (saved.scores, saved.inverse)
+        scores, inverse = (None if x is None else join(jnp.moveaxis(x, (1, 3), (0, 2))) for x in (scores, inverse))
+        return Residuals(join(jnp.moveaxis(entering, 2, 0)), scores, inverse)
+
+    def saved(self, rest, chunks):
+        """Back again, for the chunks of one span."""
+        rest = jax.tree.map(lambda x: _take(x, chunks), rest)
+        own = [None if x is None else jnp.swapaxes(x, 1, 2) for x in (rest.scores, rest.inverse)]
+        return jnp.moveaxis(rest.states, 1, 0), linear_chunk.Saved(*own)
 
     # Backward: the carry holds the gradient of the state, and those of the initial states.
 
@@ -305,6 +325,13 @@ def _packed_table(cu, T, span):
     found = Chunks(sequence, used & (index == 0), used & (index == counts[sequence] - 1))
     table = Span(rows, found)
     return jax.tree.map(lambda a: a.reshape(n, span, *a.shape[1:]), table), ends - counts, lengths
+
+
+def _take(x, at):
+    """x [B, n, ...] at places along axis 1, 0 where they are past its end."""
+    if x.shape[1] == 0:
+        return jnp.zeros((x.shape[0], *at.shape, *x.shape[2:]), x.dtype)
+    return jnp.take(x, at, axis=1, mode="fill", fill_value=0)
 
 
 def _put(states, sequence, condition, S):
