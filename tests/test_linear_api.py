@@ -103,7 +103,7 @@ def test_a_traced_scale_has_a_gradient_and_does_not_compile_again():
     def _scaled(scale):
         return linear.simple_gla(p.query, p.key, p.value, p.g[..., 0], scale=scale, initial_state=p.initial_state)
 
-    gradient = jax.grad(run)(jnp.float32(0.3))
+    gradient = float(jax.grad(run)(jnp.float32(0.3)))
     want = np.sum(np.asarray(_scaled(1.0), np.float64))
     assert abs(gradient - want) <= 1e-5 * np.abs(np.asarray(_scaled(1.0))).sum()
     before = len(count)
@@ -222,14 +222,14 @@ def test_affine_maps_compose():
     both = second.after(first)
     truth = oracle_linear.forward(p)[1][-1]
     for m in (both, whole):
-        assert np.abs(m(x["initial_state"]) - truth).max() <= 2e-6 * np.abs(truth).max()
+        assert np.abs(np.asarray(m(x["initial_state"])) - truth).max() <= 2e-6 * np.abs(truth).max()
     make = quickly(lambda k, v, g: linear.affine_map("gla", k, v, g, mode="recurrent"))
     p = problem("gla", B=1, T=40)
     x = p.arrays()
     first, second = (make(*(x[n][:, a : a + 20] for n in ("key", "value", "g"))) for a in (0, 20))
     truth = oracle_linear.forward(p)[1][-1]
     assert first.matrix.shape == first.offset.shape[:-1]
-    assert np.abs(second.after(first)(x["initial_state"]) - truth).max() <= 2e-6 * np.abs(truth).max()
+    assert np.abs(np.asarray(second.after(first)(x["initial_state"])) - truth).max() <= 2e-6 * np.abs(truth).max()
 
 
 def test_shard_map_with_varying_axes_checked():
@@ -257,7 +257,7 @@ def test_normalised_linear_attention():
     out, state = linear.linear_attention(q, k, p.value, normalize=True, return_final_state=True)
     weights = np.tril(np.einsum("btnh,bsnh->bnts", q.astype(np.float64), k.astype(np.float64)))
     want = np.einsum("bnts,bsnd->btnd", weights / weights.sum(-1, keepdims=True), p.value.astype(np.float64))
-    assert np.abs(out - want).max() <= 2e-6 * np.abs(want).max()
+    assert np.abs(np.asarray(out) - want).max() <= 2e-6 * np.abs(want).max()
     assert np.abs(state[..., -1] - k.sum(1)).max() <= 1e-6 * k.sum(1).max()
     step, after = linear.linear_attention_step(
         q[:, :1], k[:, :1], p.value[:, :1], jnp.zeros_like(state), normalize=True
@@ -306,8 +306,7 @@ def test_a_kernel_can_be_registered(monkeypatch):
         run(problem("simple_gla", B=1, T=5, H=8), implementation="kernel")
 
 
-X = jnp.ones((2, 5, 2, 8))
-V = jnp.ones((2, 5, 4, 6))
+X, V = jnp.ones((2, 5, 2, 8), jnp.float32), jnp.ones((2, 5, 4, 6), jnp.float32)
 G, BETA = -jnp.ones((2, 5, 4, 8)), jnp.ones((2, 5, 4))
 WRONG = {
     "key": (dict(key=X[..., :7]), ValueError, r"key has shape \(2, 5, 2, 7\); it must equal query's"),
@@ -371,7 +370,7 @@ def test_refused_elsewhere():
 def test_large_float16_states_are_not_rounded():
     """A state of 70000, which float16 does not have, leaves as it entered."""
     half = jnp.zeros((1, 3, 1, 4), jnp.float16)
-    state = jnp.full((1, 1, 4, 4), 70000.0)
+    state = jnp.full((1, 1, 4, 4), 70000.0, jnp.float32)
     _, after = linear.gla(half, half, half, jnp.zeros((1, 3, 1, 4)), initial_state=state, return_final_state=True)
     bits(after, state)
 

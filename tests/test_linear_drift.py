@@ -45,7 +45,7 @@ def drift(mode):
     for i, name in enumerate(GATES):
         rows = slice(SHORT), slice(-SHORT, None)
         first, last = (error[i, r].max() / np.abs(truth[i, r]).max() for r in rows)
-        found[name] = first, last, np.abs(state[i] - final[i]).max() / np.abs(final[i]).max()
+        found[name] = first, last, np.abs(np.asarray(state[i]) - final[i]).max() / np.abs(final[i]).max()
     return found
 
 

@@ -1,5 +1,7 @@
 """Decoding steps, the short convolution and the gates."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -78,9 +80,7 @@ def test_tokens_that_do_not_exist():
         poisoned[name] = getattr(p, name).copy()
         for b, n in enumerate(lengths):
             poisoned[name][b, n:] = np.nan
-    from dataclasses import replace
-
-    out, state = step("kda", replace(p, **poisoned), p.initial_state, query_seq_lengths=lengths)
+    out, state = step("kda", dataclasses.replace(p, **poisoned), p.initial_state, query_seq_lengths=lengths)
     for b, n in enumerate(lengths):
         assert not np.any(out[b, n:])
         if n:
@@ -158,7 +158,7 @@ def test_short_conv_of_packed_sequences(W):
     for m in range(4):
         want, last = convolved(x[cu[m] : cu[m + 1]], weight, bias, state[m]) if cu[m] < cu[m + 1] else (None, state[m])
         if want is not None:
-            assert np.abs(y[cu[m] : cu[m + 1]] - want).max() <= 1e-6
+            assert np.abs(np.asarray(y)[cu[m] : cu[m + 1]] - want).max() <= 1e-6
         bits(final[m], last.astype(np.float32))
     gradient = jax.grad(lambda w: linear.short_conv(poisoned, w, cu_seqlens=cu).sum())(weight)
     assert np.isfinite(np.asarray(gradient)).all()
@@ -194,7 +194,7 @@ def test_short_conv_starts_anew_at_segments():
     y, final = linear.short_conv(x, weight, bias, initial_state=state[0], return_final_state=True, segment_ids=ids)
     first, _ = convolved(x[:2], weight, bias, state[0])
     rest = [convolved(x[a:b], weight, bias, 0 * state[0])[0] for a, b in ((2, 13), (13, 18), (18, 20))]
-    assert np.abs(y - np.concatenate([first, *rest])).max() <= 1e-6
+    assert np.abs(np.asarray(y) - np.concatenate([first, *rest])).max() <= 1e-6
     assert not np.any(final[0]) and np.array_equal(final[1:], x[18:])
 
 

@@ -1,0 +1,182 @@
+"""`./run bench linear`: linear attention and its decoding steps, beside jla where that can be imported.
+
+On a GPU bfloat16 and kernel times by CUPTI, elsewhere float32, small shapes and wall time. Every call is first held
+against the recurrence, token by token. Times are set beside two limits, at the bandwidth of a copy measured in the same
+run: the bytes that this implementation's plan moves, and those of one kernel that reads its inputs and writes out.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import gpu, providers, timing
+from benchmarks.shapes import selected
+from jattn import linear
+
+AGREEMENT = {"float32": 1e-4, "bfloat16": 3e-2}  # largest max|x - y| / max|y| from the recurrence
+JLA = {"kda": "kda", "gated_delta_rule": "gated_deltanet"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One call. Of a step, B is the number of sequences."""
+
+    op: str
+    B: int
+    T: int
+    N: int
+    H: int = 128
+    step: bool = False
+
+    def __str__(self):
+        return f"{self.op}{'_step' if self.step else ''} B{self.B} T{self.T} N{self.N} H{self.H}"
+
+    @property
+    def by_channel(self):
+        return self.op in ("kda", "gla")
+
+    @property
+    def token_heads(self):
+        return self.B * self.T * self.N
+
+    def inputs(self, dtype):
+        """query, key, value, log decay and beta; of a step also the states."""
+        keys = jax.random.split(jax.random.key(0), 6)
+        tokens = (self.B, self.T, self.N)
+        q, k, v = (jax.random.normal(key, (*tokens, self.H), jnp.float32).astype(dtype) for key in keys[:3])
+        raw = jax.random.normal(keys[3], (*tokens, self.H) if self.by_channel else tokens, jnp.float32)
+        beta = jax.nn.sigmoid(jax.random.normal(keys[4], tokens, jnp.float32))
+        x = (q, k, v, -5 * jax.nn.sigmoid(2 * raw - 2), beta)
+        return (*x, jax.random.normal(keys[5], (self.B, self.N, self.H, self.H), jnp.float32)) if self.step else x
+
+    def least_bytes(self, dtype, backward):
+        """Of one kernel that reads each input and writes each output once; backward: also dout in, gradients out."""
+        size, H = jnp.dtype(dtype).itemsize, self.H
+        if self.step:
+            return self.B * self.N * 8 * H * H
+        gate = 4 * (H if self.by_channel else 1) + 4
+        forward = 4 * size * H + gate
+        return self.token_heads * (forward + (7 * size * H + 2 * gate if backward else 0))
+
+    def plan_bytes(self, dtype, backward):
+        """Of the plan by kernels: decayed copies of q and k through memory for decays by channel, and what is saved."""
+        size, H = jnp.dtype(dtype).itemsize, self.H
+        if self.step:
+            return self.least_bytes(dtype, backward)
+        copies = 2 * (3 * size * H + 2 * size * 64) + 8 if self.by_channel else 2 * size * 64
+        saved = size * H * H // 64 + (2 if self.by_channel else 1) * size * 64
+        return self.least_bytes(dtype, backward) + self.token_heads * (copies + (2 * saved + 8 * H if backward else 0))
+
+
+GPU = (
+    Shape("kda", 1, 8192, 32), Shape("kda", 4, 4096, 32), Shape("kda", 1, 65536, 16),
+    Shape("gated_delta_rule", 1, 8192, 32), Shape("gated_delta_rule", 4, 4096, 32),
+    Shape("kda", 64, 1, 96, step=True), Shape("kda", 256, 1, 128, step=True), Shape("kda", 1, 1, 96, step=True),
+)  # fmt: skip
+CPU = (
+    Shape("kda", 1, 1024, 4, 64), Shape("gated_delta_rule", 1, 1024, 4, 64), Shape("kda", 16, 1, 4, 64, step=True),
+)  # fmt: skip
+
+
+def linear_suite(arguments):
+    """Forward, forward and backward, and steps of linear attention against jla and the roofline."""
+    on_gpu = jax.default_backend() == "gpu"
+    dtype = "bfloat16" if on_gpu else "float32"
+    rate = copy_rate(on_gpu)
+    print(f"copy {rate / 1e9:.0f} GB/s", flush=True)
+    for shape in selected(GPU if on_gpu else CPU, arguments):
+        for backward in (False,) if shape.step else (False, True):
+            inputs = shape.inputs(dtype)
+            calls = agreeing(shape, built(shape, backward, on_gpu), inputs, dtype)
+            ms = times(calls, inputs, arguments.repeats, on_gpu)
+            yield from rows(shape, dtype, backward, ms, rate)
+
+
+def built(shape, backward, on_gpu):
+    """name -> compiled function of the inputs."""
+    if shape.step:
+        functions = {"jattn": functools.partial(getattr(linear, f"{shape.op}_step"), qk_l2norm=True)}
+    else:
+        functions = {"jattn": functools.partial(getattr(linear, shape.op), qk_l2norm=True)}
+        if on_gpu and shape.op in JLA:
+            functions["jla"] = gpu.attempt("jla", lambda: jla(shape.op))
+    return {name: jax.jit(passes(f, backward)) for name, f in functions.items() if f is not None}
+
+
+def jla(op):
+    package = providers._module("jla.ops")
+
+    def attention(q, k, v, g, beta):
+        out, _ = package.linear_attention(JLA[op], q, k, v, g=g, beta=beta, use_qk_l2norm=True)
+        return out
+
+    return attention
+
+
+def passes(function, backward):
+    """out alone, or (out, gradients of all inputs) with out as its own cotangent."""
+    if not backward:
+        return function
+
+    def both(*inputs):
+        out, pull = jax.vjp(function, *inputs)
+        return out, *pull(out)
+
+    return both
+
+
+def agreeing(shape, functions, inputs, dtype):
+    """The functions that compute the recurrence, called once; a peer that does not is left out, jattn stops the run."""
+    if shape.step:
+        q, k, v, g, beta, state = inputs
+        op = getattr(linear, shape.op)
+        truth = jax.jit(lambda: op(q, k, v, g, beta, initial_state=state, qk_l2norm=True, mode="recurrent"))()
+    else:
+        truth = jax.jit(functools.partial(getattr(linear, shape.op), qk_l2norm=True, mode="recurrent"))(*inputs)
+    truth, found = truth.astype(jnp.float32), {}
+    for name, function in functions.items():
+        result = gpu.attempt(name, lambda f=function: jax.block_until_ready(f(*inputs)))
+        if result is None:
+            continue
+        off = float(jnp.abs(gpu.first(result).astype(jnp.float32) - truth).max() / jnp.abs(truth).max())
+        if off <= AGREEMENT[dtype]:
+            found[name] = function
+        elif name == "jattn":
+            raise SystemExit(f"{shape}: jattn differs from the recurrence by {off:.1e}; nothing was timed")
+        else:
+            print(f"  {name} differs from the recurrence by {off:.1e}: not timed", flush=True)
+    return found
+
+
+def times(functions, inputs, repeats, on_gpu):
+    """name -> milliseconds."""
+    if on_gpu:
+        measured = gpu.measured({name: (f, inputs) for name, f in functions.items()}, repeats)
+        return {name: taken.total for name, taken in measured.items()}
+    taken = timing.interleaved({name: functools.partial(f, *inputs) for name, f in functions.items()}, repeats)
+    return {name: 1e3 * seconds for name, seconds in taken.items()}
+
+
+def copy_rate(on_gpu):
+    """Bytes a second, read and written, of a copy."""
+    x = jnp.zeros((1 << 30 if on_gpu else 1 << 26) // 4, jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    jax.block_until_ready(copy(x))
+    return 2e3 * x.nbytes / times({"copy": copy}, (x,), 3, on_gpu)["copy"]
+
+
+def rows(shape, dtype, backward, ms, rate):
+    for name, taken in ms.items():
+        limits = {"plan": shape.plan_bytes(dtype, backward), "fused": shape.least_bytes(dtype, backward)}
+        yield {
+            "shape": str(shape),
+            "dtype": dtype,
+            "pass": "step" if shape.step else "fwd+bwd" if backward else "fwd",
+            "implementation": name,
+            "ms": round(taken, 4),
+            "ns_token_head": round(1e6 * taken / shape.token_heads, 3),
+            **{f"percent_of_{limit}": round(1e5 * size / rate / taken, 1) for limit, size in limits.items()},
+            "times_jla": round(taken / ms["jla"], 4) if "jla" in ms else "",
+        }
