@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jattn import _check, _formats
+from jattn._call import in_auto_mode, int32, only_xla, positive
 from jattn._formats import hadamard
 from jattn._project import fits, layer_norm, product, rotated
 from jattn._varying import vary, varying_axes
@@ -128,9 +128,21 @@ def indexer_logits(
     only_xla("indexer_logits", implementation)
     index, batch = _index(query, key, weights, k_start, k_end, block_tables)
     out_dtype = _score_dtype(out_dtype, "out_dtype")
+    if index.tables is not None:
+        index = dataclasses.replace(index, key=_in_pages(index.key))
     with jax.named_scope("jattn.indexer_logits"):
         scores = _xla.logits(index, out_dtype)
     return scores.reshape(*batch, scores.shape[-1])
+
+
+@jax.custom_jvp
+def _in_pages(key):
+    return key
+
+
+@_in_pages.defjvp
+def _refuse_derivatives_of_pages(*_):
+    raise NotImplementedError("jattn.indexer_logits has no derivatives over keys in pages, only over arrays of keys")
 
 
 def topk_select(scores, k: int, k_start=None, k_end=None, *, implementation: str | None = None):
@@ -241,7 +253,8 @@ def indexer_scores(query, key, weights, indices, *, implementation: str | None =
     arrays = index.query, index.key.reshape(items * S, H), index.weights
     arrays, lists = vary((arrays, lists), varying_axes((arrays, lists)))
     with jax.named_scope("jattn.indexer_scores"):
-        return _listed_scores(S, arrays, lists).reshape(*batch, L)
+        scores = in_auto_mode(functools.partial(_listed_scores, S), arrays[0], ((0, None),), arrays, lists)
+    return scores.reshape(*batch, L)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -354,15 +367,6 @@ def indexer_project(
     return query, key[..., 0, :], heads * (N**-0.5 * H**-0.5)
 
 
-def only_xla(op: str, implementation: str | None):
-    """Refuses every implementation that is named, but "xla"."""
-    if implementation == "mosaic":
-        reason = "mosaic: it has no kernel for this op"
-        raise NotImplementedError(f"no implementation of jattn.{op} can run this call: {reason}; 'xla' and None run it")
-    if implementation not in (None, "xla"):
-        raise ValueError(f"implementation={implementation!r} is unknown; choose from 'mosaic', 'xla' or None")
-
-
 def _index(query, key, weights, k_start, k_end, block_tables=None):
     """The checked operands of index scores, with rows for batch and query axes, and (*B, T)."""
     weights = _check.array(weights, "weights")
@@ -457,22 +461,6 @@ def limit(x, name, batch):
     if x.shape not in ((), batch):
         raise ValueError(f"{name} has shape {x.shape}; expected an int, or one for each query, {batch}")
     return jnp.broadcast_to(int32(x), batch).reshape(-1)
-
-
-def int32(x):
-    """int32 of any integers; those past it saturate, and so stay out of every range."""
-    if x.dtype.itemsize > 4 or x.dtype == jnp.uint32:
-        x = jnp.minimum(x, np.asarray(2**31 - 1, x.dtype))
-        x = x if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else jnp.maximum(x, np.asarray(-(2**31), x.dtype))
-    return x.astype(jnp.int32)
-
-
-def positive(x, name):
-    if isinstance(x, bool) or not isinstance(x, int | np.integer):
-        raise TypeError(f"{name}={x!r} must be a Python int")
-    if x < 1:
-        raise ValueError(f"{name}={x} must be >= 1")
-    return int(x)
 
 
 def tokens(x):

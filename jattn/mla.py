@@ -19,12 +19,13 @@ import jax
 import jax.numpy as jnp
 
 from jattn import _check, _formats
+from jattn._call import int32, only_xla, positive
 from jattn._project import fits, product, rms_norm, rotated
 from jattn._tile import Shape
 from jattn._varying import vary, varying_axes
 from jattn.attention import attention
-from jattn.indexer import int32, only_xla, positive, token_positions, tokens
-from jattn.paged import PagedCache, assemble, checked
+from jattn.indexer import token_positions, tokens
+from jattn.paged import PagedCache, _in_auto_mode, assemble, checked
 from jattn.reference import mla as _xla
 from jattn.reference import paged as _paged
 
@@ -367,7 +368,7 @@ def _run(query, rows, tables, lengths, shape, **options):
     arrays = dataclasses.replace(call.arrays, key=rows, value=None)
     static = dataclasses.replace(call.options, config=_paged.choose(call.problem, None))
     with jax.named_scope("jattn.mla_decode"):
-        return _attend(static, vary(arrays, varying_axes(arrays)))
+        return _in_auto_mode(functools.partial(_attend, static), vary(arrays, varying_axes(arrays)))
 
 
 def _with_head(rows):

@@ -1,8 +1,4 @@
-"""Sparse attention over lists of keys, and the indexer that makes the lists (DeepSeek sparse attention, "DSA").
-
-    index scores   I[t, s] = sum over index heads j of w[t, j] · max(q[t, j] · k[s], 0)       `indexer_logits`
-    selection      the k largest of each row, ties to the lower index, ascending               `topk_select`
-    attention      softmax over the selected keys, which all heads of a query share            `sparse_attention`
+"""Sparse attention over lists of keys (DeepSeek sparse attention, "DSA"); `jattn.indexer` makes the lists.
 
 A key row is a latent: all query heads read it, as key with all its channels and as value with the first of them
 (`jattn.mla`). Lists are data: an index that is negative or past the end is an empty slot.
@@ -17,26 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn import _check, _formats
+from jattn._call import in_auto_mode, int32, only_xla, positive
 from jattn._varying import vary, varying_axes
-from jattn.indexer import (
-    indexer_dequantize,
-    indexer_kl,
-    indexer_logits,
-    indexer_quantize,
-    indexer_scores,
-    indexer_select,
-    int32,
-    limit,
-    only_xla,
-    positive,
-    topk_select,
-)  # fmt: skip
+from jattn.indexer import limit
 from jattn.reference import sparse as _xla
 
-__all__ = [
-    "indexer_dequantize", "indexer_kl", "indexer_logits", "indexer_quantize", "indexer_scores", "indexer_select",
-    "page_rows", "sparse_attention", "sparse_weights", "topk_select",
-]  # fmt: skip
+__all__ = ["page_rows", "sparse_attention", "sparse_weights"]
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
@@ -111,7 +93,8 @@ def sparse_attention(
     )
     arrays, lists = vary((call.arrays, call.lists), varying_axes((call.arrays, call.lists)))
     with jax.named_scope("jattn.sparse_attention"):
-        out, lse = _attend(call.options, arrays, lists)
+        run = functools.partial(_attend, call.options)
+        out, lse = in_auto_mode(run, arrays[0], ((0, 1, None), (0, 1)), arrays, lists)
     out, lse = (x.reshape(*call.batch, *x.shape[1:]) for x in (out, lse))
     return (out, lse) if return_residual else out
 
@@ -181,7 +164,8 @@ def sparse_weights(
     with jax.named_scope("jattn.sparse_weights"):
         arrays, lse = jax.lax.stop_gradient((call.arrays, lse.reshape(rows, N)))
         arrays, lists, lse = vary((arrays, call.lists, lse), varying_axes((arrays, call.lists, lse)))
-        found = _xla.weights(call.options, arrays, lists, lse)
+        run = functools.partial(_xla.weights, call.options)
+        found = in_auto_mode(run, arrays[0], ((0, None),), arrays, lists, lse)
     return found.reshape(*call.batch, found.shape[-1])
 
 

@@ -22,7 +22,7 @@ from jattn.indexer import (
     indexer_scores,
     indexer_select,
     topk_select,
-)  # fmt: skip
+)
 from jattn.sparse import sparse_attention
 
 # Formats.
@@ -481,6 +481,10 @@ CODES = quantize(K, "fp8_row")
         (lambda: indexer_scores(Q, K, W, LISTS[0]), ValueError, r"indices have shape \(5, 4\)"),
         (lambda: indexer_scores(Q, K, W, W), TypeError, "indices must be integers, not float32"),
         (lambda: indexer_scores(quantize(Q, "fp8_row"), CODES, W, LISTS), TypeError, "codes have no"),
+        (
+            lambda: jax.grad(lambda k: indexer_logits(Q, k, W, block_tables=LISTS[:, 0]).sum())(jnp.asarray(K)),
+            NotImplementedError, "no derivatives over keys in pages",
+        ),
         (lambda: indexer_kl(W, W[0]), ValueError, r"target has shape \(5, 3\); scores have \(2, 5, 3\)"),
         (lambda: indexer_kl(LISTS, LISTS), TypeError, "scores must be floating-point, not int32"),
         (lambda: indexer_quantize(Q, "fp6"), ValueError, "fmt='fp6' is unknown; choose from 'fp8_row'"),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle_sparse as oracle
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jattn.indexer import indexer_select
@@ -459,6 +459,21 @@ def test_inside_shard_map():
     mapped = jax.shard_map(f, mesh=mesh, in_specs=(P("x"), P(), P("x")), out_specs=P("x"))
     loss = lambda f: jax.jit(jax.value_and_grad(lambda q, kv: (f(q, kv, indices) ** 2).sum(), (0, 1)))  # noqa: E731
     got, want = (jax.tree.leaves(loss(g)(q, kv[0])) for g in (mapped, f))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_heads_may_be_sharded_and_nothing_is_gathered(kind):
+    q, kv, indices = draw()
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(kind,))
+    split = [jax.device_put(q, NamedSharding(mesh, P(None, None, "x"))), jax.device_put(kv, NamedSharding(mesh, P()))]
+    f = jax.jit(jax.value_and_grad(lambda q, kv: (sparse_attention(q, kv, indices, scale=SCALE) ** 2).sum(), (0, 1)))
+    want = jax.tree.leaves(f(q, kv))
+    with jax.set_mesh(mesh):
+        program = f.lower(*split).compile()
+        got = jax.tree.leaves(program(*split))
+    assert "all-gather" not in program.as_text() and got[1].sharding.spec[2] == "x"
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 

@@ -48,7 +48,20 @@ class Index:
 def logits(index, out_dtype):
     """`[R, S]` of `out_dtype`, -inf outside of [low, high)."""
     R, S = index.weights.shape[0], index.size
-    tiles = -(-S // KEYS)
+    tiles, items = -(-S // KEYS), _plain(index.key).shape[0]
+    if R == 0 or S == 0:
+        return jnp.zeros((R, S), out_dtype)
+    if index.tables is None and 1 < items < R:
+        # One by one, so that in the backward rows of one item are summed by products: a scatter that adds would do so
+        # in an order that a device chooses.
+        rows = (index.query, index.weights, index.batch * 0, index.low, index.high)
+        rows = jax.tree.map(lambda x: x.reshape(items, R // items, *x.shape[1:]), rows)
+
+        def one(x):
+            (query, weights, batch, low, high), key = x
+            return logits(Index(query, weights, jax.tree.map(lambda k: k[None], key), batch, low, high), out_dtype)
+
+        return lax.map(one, (rows, index.key)).reshape(R, S)
 
     @jax.checkpoint
     def tile(rows, t):
@@ -60,8 +73,6 @@ def logits(index, out_dtype):
         scores = jnp.moveaxis(scores, 0, 1).reshape(ROWS, tiles * KEYS)[:, :S]
         return jnp.where(_inside(index, rows, S), scores, -jnp.inf).astype(out_dtype)
 
-    if R == 0 or S == 0:
-        return jnp.zeros((R, S), out_dtype)
     return lax.map(some_rows, jnp.arange(-(-R // ROWS), dtype=jnp.int32)).reshape(-1, S)[:R]
 
 
