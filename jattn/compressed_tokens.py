@@ -227,7 +227,8 @@ def compress(
     walk = _Rows(held.u, held.z, u, z, ape, before, new, overlap)
     block = before[:, None] // m + jnp.arange(E, dtype=jnp.int32)
     exists = block < ((before + new) // m)[:, None]
-    entries = _entries(*walk.candidates(block, exists), exists, block * m, norm, eps, rotary, dtype)
+    found = walk.candidates(block, exists) if state is not None else walk.from_the_start(exists)
+    entries = _entries(*found, exists, block * m, norm, eps, rotary, dtype)
     counts = (before + new) // m - before // m
     return entries, counts, walk.state()
 
@@ -280,13 +281,14 @@ def in_tiles(function, *arrays):
     """
     R = arrays[0].shape[0]
     C = 1 << max(min(6, (_TILE // max(max(x[:1].size for x in arrays), 1)).bit_length() - 1), 0)
-    tiles = [jnp.pad(x, ((0, -R % C), *[(0, 0)] * (x.ndim - 1))).reshape(-(-R // C), C, *x.shape[1:]) for x in arrays]
+    n = max(-(-R // C), 2)  # a loop of one step is no loop once it is compiled
+    tiles = [jnp.pad(x, ((0, n * C - R), *[(0, 0)] * (x.ndim - 1))).reshape(n, C, *x.shape[1:]) for x in arrays]
 
     def one(tile):
         return jax.lax.optimization_barrier(function(*jax.lax.optimization_barrier(tile)))
 
     out = jax.lax.map(one, tuple(tiles))
-    return out.reshape(-(-R // C) * C, *out.shape[2:])[:R]
+    return out.reshape(n * C, *out.shape[2:])[:R]
 
 
 def fold(x, axis: int):
@@ -322,28 +324,39 @@ class _Rows:
         """Position of the first row of a state after `length` tokens."""
         return (length // self.m - (1 if self.overlap else 0)) * self.m
 
-    def take(self, position, exists):
-        """u and z at positions `[B, n]`; 0 and −inf where there is none to be had."""
+    def take(self, position, exists, half=slice(None)):
+        """u and z at positions `[B, n]`, all channels or a half; 0 and −inf where there is none to be had."""
         index = jnp.where(position < self.before, position - self.base(self.before), self.held + position - self.before)
         index, exists = jnp.clip(index, 0, self.u.shape[1] - 1)[..., None], exists[..., None]
-        u = jnp.where(exists, jnp.take_along_axis(self.u, index, 1), 0)
-        return u, jnp.where(exists, jnp.take_along_axis(self.z, index, 1), -jnp.inf)
+        u = jnp.where(exists, jnp.take_along_axis(self.u[..., half], index, 1), 0)
+        return u, jnp.where(exists, jnp.take_along_axis(self.z[..., half], index, 1), -jnp.inf)
 
     def candidates(self, block, exists):
         """u and z `[B, E, m or 2m, c]` of the blocks of these numbers."""
-        B, E = block.shape
+        (B, E), c = block.shape, self.u.shape[-1] // (2 if self.overlap else 1)
         r = jnp.arange(self.m, dtype=jnp.int32)
 
-        def rows(of, exists):
+        def rows(of, exists, half):
             spread = (of[..., None] * self.m + r).reshape(B, E * self.m), jnp.repeat(exists, self.m, axis=1)
-            return [x.reshape(B, E, self.m, x.shape[-1]) for x in self.take(*spread)]
+            return [x.reshape(B, E, self.m, c) for x in self.take(*spread, half)]
 
-        own = rows(block, exists)
+        own = rows(block, exists, slice(-c, None))
         if not self.overlap:
             return own
-        c = own[0].shape[-1] // 2
-        previous = rows(block - 1, exists & (block > 0))
-        return [jnp.concatenate([a[..., :c], b[..., c:]], axis=2) for a, b in zip(previous, own, strict=True)]
+        previous = rows(block - 1, exists & (block > 0), slice(0, c))
+        return [jnp.concatenate(pair, axis=2) for pair in zip(previous, own, strict=True)]
+
+    def from_the_start(self, exists):
+        """The same of blocks 0 to E - 1 where nothing was held: cut and shifted, not gathered."""
+        E, c, found = exists.shape[1], self.u.shape[-1] // (2 if self.overlap else 1), []
+        for x, none in ((self.u, 0), (self.z, -jnp.inf)):
+            blocks = x[:, self.held : self.held + E * self.m].reshape(len(x), E, self.m, x.shape[-1])
+            blocks = jnp.where(exists[..., None, None], blocks, none)
+            if self.overlap:
+                shifted = jnp.pad(blocks[:, :-1, :, :c], ((0, 0), (min(E, 1), 0), (0, 0), (0, 0)), constant_values=none)
+                blocks = jnp.concatenate([shifted, blocks[..., c:]], axis=2)
+            found.append(blocks)
+        return found
 
     def state(self) -> CompressState:
         position = self.base(self.after) + jnp.arange(self.held, dtype=jnp.int32)
