@@ -56,10 +56,11 @@ class Callable:
                 mapped = jax.vmap(mapped, in_axes=[0 if a.shape[axis] != 1 else None for a in args])
         return mapped(*(a.reshape([n for n in a.shape if n != 1]) for a in args)).reshape(shape)
 
-    def operations(self, dtypes) -> frozenset[str]:
+    def operations(self, dtypes, *, slope: bool = False) -> frozenset[str]:
         """What the function is made of when it is mapped over a tile: "primitive dtype" of every operation, with the
-        dtype of its last operand ("convert_element_type from to"), for scalar arguments of these dtypes."""
-        return _operations(self, tuple(map(jnp.dtype, dtypes)), jax.config.jax_enable_x64)
+        dtype of its last operand ("convert_element_type from to"), for scalar arguments of these dtypes; and
+        with `slope`, its derivative by the first argument."""
+        return _operations(self, tuple(map(jnp.dtype, dtypes)), slope, jax.config.jax_enable_x64)
 
     def _on_scalars(self, *args):
         out = self.function(*args)
@@ -80,10 +81,21 @@ class Callable:
         return getattr(self.function, "__name__", None) or repr(self.function)
 
 
+def with_slope(function):
+    """`function(x, ...)`, and the derivative of it by x, of scalars."""
+
+    def both(x, *others):
+        result, pull = jax.vjp(lambda x: jnp.asarray(function(x, *others), x.dtype), x)
+        return result, pull(jnp.ones_like(result))[0]
+
+    return both
+
+
 @functools.lru_cache(maxsize=1024)
-def _operations(function, dtypes, x64):
+def _operations(function, dtypes, slope, x64):
     tile = [jax.ShapeDtypeStruct((2, 2), dtype) for dtype in dtypes]
-    return frozenset(_names_of(jax.make_jaxpr(jax.vmap(jax.vmap(function._on_scalars)))(*tile).jaxpr))
+    mapped = jax.vmap(jax.vmap(with_slope(function._on_scalars) if slope else function._on_scalars))
+    return frozenset(_names_of(jax.make_jaxpr(mapped)(*tile).jaxpr))
 
 
 def _names_of(jaxpr):

@@ -9,10 +9,11 @@ An implementation is a module with
     forward(arrays, context, options, *, unrounded=False) -> (out, lse, rest)
     why_not_backward(problem) -> str | None        why its backward cannot run this call
     backward(arrays, context, options, out, lse, rest, dout, dlse) -> gradients
+    SUMS: bool                                     whether those of scale, bias and the modifier's arrays are among them
 
 where `rest` is whatever its forward hands to its backward, and `unrounded` asks for out in the accumulator's dtype. One
-without a backward for the call borrows the next one's in the table. A module that cannot be imported is a reason like
-any other.
+without a backward for the call, or without such gradients, borrows the next one's in the table. A module that cannot be
+imported is a reason like any other.
 Over a cache there are no gradients, and forward(arrays, options) -> (out, lse).
 
 `None` picks the first that can run, and where it lowers for one platform only, the next one for all others; a named one
@@ -46,6 +47,7 @@ class Explanation:
     config: Any
     refused: dict[str, str]
     backward: str | None = None
+    sums: str | None = None
 
     def __repr__(self):
         p = self.problem
@@ -55,6 +57,7 @@ class Explanation:
         lines += [f"  with {', '.join(asked)}"] if asked else []
         lines += [f"  runs on {self.implementation}, {self.config}" if self.implementation else "  cannot run"]
         lines += [f"  its backward on {self.backward}"] if self.backward != self.implementation else []
+        lines += [f"  gradients of scale, bias and arrays on {self.sums}"] if self.sums != self.backward else []
         return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refused.items()])
 
 
@@ -99,7 +102,8 @@ def explain(problem: Problem, implementation: str | None, config) -> Explanation
     if chosen is None:
         return Explanation(problem, None, None, refused)
     picked = module(op, chosen).choose(problem, config)
-    return Explanation(problem, chosen, picked, refused, _with_backward(problem, chosen))
+    pair = _with_backward(problem, chosen)
+    return Explanation(problem, chosen, picked, refused, pair, _with_sums(problem, pair))
 
 
 def resolve(problem: Problem, options: Options, implementation: str | None, config) -> Options:
@@ -123,6 +127,7 @@ def _options(problem, options, name, config):
     return dataclasses.replace(
         options, implementation=name, config=module(problem.op, name).choose(problem, config),
         backward=None if pair == name else _options(problem, options, pair, None),
+        sums=None if _with_sums(problem, name) == name else _options(problem, options, _with_sums(problem, name), None),
     )
 
 
@@ -130,6 +135,14 @@ def _with_backward(problem, name):
     """The first implementation from `name` on whose backward runs this call."""
     rest = names(problem.op)[names(problem.op).index(name) :]
     return next((other for other in rest if _why_not_backward(problem, other) is None), name)
+
+
+def _with_sums(problem, name):
+    """The first implementation from `name` on that has the gradients which sum over rows, where there are any."""
+    if name is None or not (problem.traced_scale or problem.bias or problem.score_mod):
+        return name
+    rest = names(problem.op)[names(problem.op).index(name) :]
+    return next((other for other in rest if getattr(module(problem.op, other), "SUMS", True)), name)
 
 
 def _why_not_backward(problem, name):

@@ -70,6 +70,7 @@ class Options:
     stride: int = 1  # of the indices of neighbouring rows, and of neighbouring keys: a piece of a longer sequence
     partial: bool = False  # out and gradients stay in the accumulator's dtype, because others are added to them
     backward: "Options | None" = None  # the same call on the implementation that lends this one its backward
+    sums: "Options | None" = None  # the same call on the implementation whose gradients of scale, bias and aux it has
     elsewhere: "Options | None" = None  # the same call on platforms that this implementation does not lower for
 
 
@@ -99,6 +100,7 @@ class Problem:
     partial: bool = False  # a piece of a longer sequence, with an origin
     mask_kinds: tuple[str, ...] = ()  # classes of the masks it is made of
     operations: tuple[str, ...] = ()  # of predicates and modifier, see `Callable.operations`
+    slope_operations: tuple[str, ...] = ()  # of the modifier with its derivative by the score
     page: int | None = None  # size of a page; S is then the capacity of a block table
     stored: tuple[str, str] | None = None  # dtypes of keys and values in a cache
     scales: tuple[str | None, str | None] = (None, None)  # what one of their scales belongs to, see `Quantized.per`

@@ -172,6 +172,7 @@ def assemble(
         traced_scale=static_scale is None,
         mask_kinds=() if mask is None else tuple(sorted({type(m).__name__ for m in parts(mask)})),
         operations=_operations(mask, mod, accumulator(query.dtype)),
+        slope_operations=_slope_operations(mod, accumulator(query.dtype)),
     )
     return Call(arrays, context, options, problem, batch)
 
@@ -182,9 +183,19 @@ def _operations(mask, mod, dtype) -> tuple[str, ...]:
     predicates = [] if mask is None else [m for m in parts(mask) if isinstance(m, Predicate)]
     found = [p.function.operations([*place, *(a.dtype for a in p.aux)]) for p in predicates]
     if mod is not None:
-        aux = [dtype if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype for a in mod.aux]
-        found.append(mod.function.operations([dtype, *place, *aux]))
+        found.append(mod.function.operations(_arguments(mod, dtype)))
     return tuple(sorted(frozenset().union(*found)))
+
+
+def _slope_operations(mod, dtype) -> tuple[str, ...]:
+    """What the modifier and its derivative by the score compute."""
+    return () if mod is None else tuple(sorted(mod.function.operations(_arguments(mod, dtype), slope=True)))
+
+
+def _arguments(mod, dtype) -> list:
+    """The dtypes of what a modifier is called with."""
+    aux = [dtype if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype for a in mod.aux]
+    return [dtype, *[jnp.int32] * 4, *aux]
 
 
 def run(call: Call, *, implementation, config, return_residual):
@@ -245,7 +256,12 @@ def _backward(options, saved, cotangents):
 
 def _backward_on(options, saved, cotangents):
     arrays, context, *results = saved
-    return _module(options).backward(arrays, context, options, *results, *cotangents)
+    grads = _module(options).backward(arrays, context, options, *results, *cotangents)
+    if options.sums is None:
+        return grads
+    # Whoever does not use these gradients does not compute them: nothing else comes from the same call.
+    sums = _module(options.sums).backward(arrays, context, options.sums, *results, *cotangents)
+    return dataclasses.replace(grads, scale=sums.scale, bias=sums.bias, aux=sums.aux)
 
 
 @jax.custom_jvp

@@ -92,21 +92,21 @@ def kernel(
 
 
 def kernel_in_place(body: Callable[..., None], *, out_type: Any, **how) -> Callable[..., Any]:
-    """A launchable kernel `(inputs, buffer) -> (buffer, *outputs)` that changes a buffer instead of making one:
-    `body(*inputs, buffer, *outputs, **scratch)`, and `how` as in `kernel`.
+    """A launchable kernel `(inputs, buffers) -> (*buffers, *outputs)` that changes buffers instead of making them:
+    `body(*inputs, *buffers, *outputs, **scratch)`, and `how` as in `kernel`.
 
-    The caller must compute something from the returned buffer. XLA's GPU compiler (jax 0.11.2) forgets that it is the
+    The caller must compute something from a returned buffer. XLA's GPU compiler (jax 0.11.2) forgets that it is the
     buffer passed in where a loop stacks it as it is, and stacks memory that nobody wrote.
     """
     launch = kernel(body, out_type=out_type, **how)
 
-    def run(inputs, buffer):
+    def run(inputs, buffers):
         def on_references(references):
-            changed, *outputs = references
-            for reference, x in zip(outputs, launch(*inputs, changed), strict=True):
+            changed, outputs = references[: len(buffers)], references[len(buffers) :]
+            for reference, x in zip(outputs, launch(*inputs, *changed), strict=True):
                 reference[...] = x
 
-        return pl.run_state(on_references)((buffer, *(lax.empty(x.shape, x.dtype) for x in out_type)))
+        return pl.run_state(on_references)((*buffers, *(lax.empty(x.shape, x.dtype) for x in out_type)))
 
     return run
 

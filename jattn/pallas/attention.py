@@ -4,23 +4,24 @@ The kernels are in `jattn.pallas.hopper`; here are the reasons why they cannot r
 small arrays that steer them (which key blocks a query tile visits, which thread block works on which tile).
 """
 
-import dataclasses
 import functools
-import math
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jattn._tile import Grid
 from jattn._varying import unvary, vary, varying_axes
 from jattn.pallas import configs, lowering, partition, primitives, schedule
-from jattn.pallas.hopper import attention_backward
+from jattn.pallas.attention_gradients import backward, why_not_backward
 from jattn.pallas.hopper.attention_forward import Inputs, Plan, launch
+from jattn.pallas.lowering import readable, with_bools
+from jattn.pallas.packing import clipped_offsets, most_tiles, owner, running
+
+__all__ = ["PLATFORM", "SUMS", "backward", "choose", "forward", "why_not", "why_not_backward", "why_not_here"]
 
 PLATFORM = "cuda"
+SUMS = False
 _MULTIPROCESSORS = 132  # of an H100 or H200 SXM; on a card with fewer, the rest of the blocks run afterwards
 
 
@@ -51,15 +52,16 @@ def _part(arrays, context, options, unrounded, interpret, multiprocessors):
     """`(out, lse)` of one device's part of the batch and the heads, or of all; not empty."""
     (B, T, N, H), (S, K), D = arrays.query.shape, arrays.key.shape[1:3], arrays.value.shape[3]
     packed = context.cu_queries is not None
-    spec = lowering.lower_mask(context.mask, packed=packed)
+    sequences = context.cu_queries.shape[0] - 1 if packed else None
+    spec = lowering.lower_mask(context.mask, row_bounds=not packed)
     plan = Plan(
         B=B, T=T, S=S, N=N, K=K, H=H, D=D, dtype=arrays.query.dtype, scale=options.scale, left=spec.left,
         right=spec.right, offset=options.query_offset if context.query_offset is None else None,
         key_length=S if spec.key_length is None and not packed else None,
         query_length=T if context.query_lengths is None and not packed else None, config=options.config,
         out_dtype=jnp.float32 if unrounded else None,
-        packed_tiles=_packed_tiles(T, context, options.config.rows) if packed else None, soft_cap=options.soft_cap,
-        mod=_with_bools(options.mod, arrays.aux), aux_kinds=options.mod.kinds if options.mod else (), rule=spec.rule,
+        packed_tiles=most_tiles(T, sequences, options.config.rows) if packed else None, soft_cap=options.soft_cap,
+        mod=with_bools(options.mod, arrays.aux), aux_kinds=options.mod.kinds if options.mod else (), rule=spec.rule,
         row_bounds=spec.row_end is not None, biased=arrays.bias is not None,
         dropout_threshold=options.dropout_threshold,
     )
@@ -67,8 +69,8 @@ def _part(arrays, context, options, unrounded, interpret, multiprocessors):
     inputs = Inputs(
         q=arrays.query, k=arrays.key, v=arrays.value, **_steering(plan, context, spec, multiprocessors),
         scale=None if arrays.scale is None else arrays.scale.astype(jnp.float32).reshape(1),
-        bias=_readable(arrays.bias), aux=tuple(map(_readable, arrays.aux)),
-        mask_arrays=tuple(map(_readable, spec.arrays)),
+        bias=readable(arrays.bias), aux=tuple(map(readable, arrays.aux)),
+        mask_arrays=tuple(map(readable, spec.arrays)),
         sinks=None if arrays.sinks is None else arrays.sinks.astype(jnp.float32),
         dropout_key=None if context.dropout_key is None else lax.bitcast_convert_type(context.dropout_key, jnp.int32),
         origin=None if plain or context.origin is None else context.origin[:2],
@@ -92,7 +94,7 @@ def _lse_without_keys(arrays, context, shape):
 
 def _packed_rows(context, row):
     """First row and end of the used rows of each row's sequence; equal where a row has none."""
-    starts = _offsets(context.cu_queries, row.shape[1])
+    starts = clipped_offsets(context.cu_queries, row.shape[1])
     used = jnp.diff(starts)
     if context.query_lengths is not None:
         used = jnp.minimum(used, context.query_lengths)
@@ -101,28 +103,6 @@ def _packed_rows(context, row):
     at = jnp.clip(sequence, 0, max(0, used.shape[0] - 1))
     start = starts[at]
     return start, jnp.where(known, start + (used[at] if used.shape[0] else 0), start)
-
-
-def _with_bools(mod, aux):
-    """The modifier as a function of what a kernel reads of its arrays: numbers."""
-    flags = [x.dtype == jnp.bool_ for x in aux]
-    if not any(flags):
-        return mod
-
-    def function(score, b, n, t, s, *values):
-        values = (x != 0 if flag else x for x, flag in zip(values, flags, strict=True))
-        return mod.function.function(score, b, n, t, s, *values)
-
-    return SimpleNamespace(function=SimpleNamespace(function=function))
-
-
-def _readable(x):
-    """An array as the kernel's element loads take it: at most 32 bits, no bool."""
-    if x is None or (x.dtype.itemsize <= 4 and x.dtype != jnp.bool_):
-        return x
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.int8)
-    return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
 
 
 # --- what steers the kernel -------------------------------------------------------------------------------------------
@@ -187,28 +167,9 @@ def _block_lists(plan, context):
     return jnp.concatenate([counts[0], jnp.maximum(counts[1], 1), order], axis=-1)
 
 
-def _offsets(cu, rows: int):
-    """cu_seqlens, whatever they hold, as offsets that ascend inside the array."""
-    return jnp.clip(_running(jnp.max, cu), 0, rows)
-
-
-def _running(reduce, x):
-    """`reduce` of all entries up to each one of `x [n]`, not negative: one launch where a scan takes several."""
-    if x.shape[0] > 1024:
-        return lax.cummax(x) if reduce is jnp.max else jnp.cumsum(x, dtype=x.dtype)
-    number = np.arange(x.shape[0])
-    return reduce(jnp.where(number[:, None] >= number, x, 0), axis=1).astype(x.dtype)
-
-
-def _packed_tiles(rows: int, context, tile_rows: int) -> int:
-    """Tiles that all sequences have at most, the rows before the first and after the last sequence included."""
-    sequences = min(context.cu_queries.shape[0] + 1, rows)
-    return sequences + (rows - sequences) // tile_rows
-
-
 def _packed_sequences(plan, context, spec):
     """The sequences, the rows before them, the rows after them, and one of nothing: [M + 3, 6]."""
-    cu_queries, cu_keys = _offsets(context.cu_queries, plan.T), _offsets(context.cu_keys, plan.S)
+    cu_queries, cu_keys = clipped_offsets(context.cu_queries, plan.T), clipped_offsets(context.cu_keys, plan.S)
     count = cu_queries.shape[0] - 1
 
     def column(x, before=0, after=0):
@@ -232,11 +193,9 @@ def _packed_schedule(plan, sequences):
     """`Inputs.packed`, and the key blocks of each tile: 0 when there is no such tile."""
     offset, key_length, query_length, rows = (sequences[:, i] for i in (0, 1, 2, 5))
     tiles = -(-rows // plan.config.rows)
-    ends = _running(jnp.sum, tiles)
+    ends = running(jnp.sum, tiles)
     number = jnp.arange(plan.tiles, dtype=jnp.int32)
-    how = "compare_all" if ends.shape[0] <= 1024 else "scan"
-    sequence = jnp.searchsorted(ends, number, side="right", method=how).astype(jnp.int32)
-    sequence = jnp.minimum(sequence, sequences.shape[0] - 1)
+    sequence = jnp.minimum(owner(ends, number), sequences.shape[0] - 1)
     row = (number - (ends - tiles)[sequence]) * plan.config.rows
     exists = number < ends[-1]
     begin, end = plan.block_range(row, offset[sequence], key_length[sequence], query_length[sequence])
@@ -244,76 +203,7 @@ def _packed_schedule(plan, sequences):
     return packed, jnp.where(exists, end - begin, 0)
 
 
-# --- backward ---------------------------------------------------------------------------------------------------------
-
-
-def backward(
-    arrays, context, options, out, lse, rest, dout, dlse, *, interpret=False, multiprocessors=_MULTIPROCESSORS
-):
-    """Gradients of every array in `arrays`, in their dtypes, from the cotangents of out and lse."""
-    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
-    axes = varying_axes((arrays, context, dout, delta))
-    inputs = unvary((arrays, context, (dout.astype(arrays.query.dtype), lse, delta)))
-    if 0 in (*arrays.query.shape, arrays.key.shape[1]):
-        grads = tuple(jnp.zeros_like(x) for x in (arrays.query, arrays.key, arrays.value))
-    else:
-        part = functools.partial(_backward_part, options=options, interpret=interpret, multiprocessors=multiprocessors)
-        grads = part(*inputs) if interpret else partition.divided_backward(part, *inputs)
-    dq, dk, dv = vary(grads, axes)
-    return dataclasses.replace(arrays, query=dq, key=dk, value=dv, sinks=_sink_gradient(arrays.sinks, lse, delta))
-
-
-def _sink_gradient(sinks, lse, delta):
-    """A sink is a key without a value, so its weight moves nothing but delta."""
-    if sinks is None:
-        return None
-    weight = jnp.exp(sinks.astype(jnp.float32) - jnp.where(lse == -jnp.inf, 0, lse))
-    return -jnp.sum(jnp.where(lse == -jnp.inf, 0, weight * delta), axis=(0, 1)).astype(sinks.dtype)
-
-
-def _backward_part(arrays, context, saved, options, interpret, multiprocessors):
-    """`(dq, dk, dv)` of one device's part of the batch and the heads, or of all; not empty."""
-    (B, T, N, H), (S, K), D = arrays.query.shape, arrays.key.shape[1:3], arrays.value.shape[3]
-    spec, config = lowering.lower_mask(context.mask), configs.backward_config(max(H, D))
-    plan = attention_backward.Plan(
-        B=B, T=T, S=S, N=N, K=K, H=H, D=D, dtype=arrays.query.dtype, scale=options.scale, left=spec.left,
-        right=spec.right, offset=options.query_offset if context.query_offset is None else None,
-        key_length=S if spec.key_length is None else None, config=config,
-    )
-    sequences = _sequences(plan, context, spec)
-    dout, lse, delta = saved
-    # What no one may look at can be NaN: here it meets weights of 0, which would not silence it.
-    q, dout, delta = (_existing(x, context.query_lengths) for x in (arrays.query, dout, delta))
-    k, v = (_existing(x, spec.key_length) for x in (arrays.key, arrays.value))
-    negated = jnp.where(lse == -jnp.inf, lse, lse * -math.log2(math.e))
-    inputs = attention_backward.Inputs(
-        q=q, k=k, v=v, dout=dout, lse=_by_head(plan, negated, -jnp.inf), delta=_by_head(plan, delta, 0),
-        table=_backward_table(plan, multiprocessors), sequences=sequences[:, :2],
-    )
-    return attention_backward.launch(plan, inputs, interpret=interpret)
-
-
-def _existing(x, length):
-    """`x [B, tokens, ...]` with zeros at and past each sequence's length."""
-    if length is None:
-        return x
-    token = jnp.arange(x.shape[1], dtype=jnp.int32).reshape(1, -1, *[1] * (x.ndim - 2))
-    return jnp.where(token < length.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
-
-
-def _by_head(plan, x, fill):
-    """`[B, T, N]` as `[B, N, T rounded up to whole blocks]`."""
-    rows = plan.query_blocks * plan.config.block_q
-    return jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, rows - plan.T)), constant_values=fill)
-
-
-def _backward_table(plan, multiprocessors):
-    pairs, offset, length = plan.B * plan.K, plan.offset or 0, plan.S if plan.key_length is None else plan.key_length
-    ranges = (plan.block_range(i * plan.config.KEYS, offset, length) for i in range(plan.tiles))
-    costs = tuple(float(plan.group * (end - begin)) for begin, end in ranges)
-    bytes_per_pair = plan.T * plan.group * (2 * (plan.H + plan.D) + 4 * plan.H)
-    section = schedule.section_size(pairs, 1, bytes_per_pair, plan.config.section_mb << 20)
-    return jnp.asarray(schedule.table(pairs, costs, section, min(multiprocessors, pairs * plan.tiles)))
+# --- config -----------------------------------------------------------------------------------------------------------
 
 
 def choose(problem, config) -> configs.TileConfig:
@@ -362,23 +252,6 @@ def why_not(problem) -> str | None:
     if problem.partial or problem.stride != 1:
         return "pieces of a longer sequence are not implemented"
     return primitives.why_not(problem.operations)
-
-
-def why_not_backward(problem) -> str | None:
-    """The reason why the backward kernel cannot run the problem, or None."""
-    widths = [configs.padded_width(width) for width in (problem.H, problem.D)]
-    if widths not in ([64, 64], [128, 128]):
-        return f"head dims must both be up to 64, or both from 65 to 128, not H={problem.H}, D={problem.D}"
-    if not _only(problem, "Causal", "Window", "Lengths"):
-        return f"mask {problem.mask} is not implemented"
-    used = dict(
-        bias=problem.bias is not None, score_mod=problem.score_mod is not None,
-        logits_soft_cap=problem.soft_cap is not None, dropout=problem.dropout, deterministic=problem.deterministic,
-        packing=problem.sequences is not None,
-    )
-    used["a traced scale"] = problem.traced_scale
-    refused = [name for name, value in used.items() if value]
-    return f"{refused[0]} is not implemented" if refused else None
 
 
 def why_not_here() -> str | None:

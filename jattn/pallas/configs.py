@@ -90,19 +90,31 @@ class BackwardConfig:
     """How the backward kernel cuts the problem.
 
     Attributes:
-        block_q: queries per step, 64 or 128.
+        block_q: queries per step, 64 or, for head dims to 64, 128.
+        separate: form dp only when the weights are known, for want of registers.
         section_mb: queries, their cotangents and sums of dq, in MiB, that the tiles running at one time share in L2.
     """
 
     block_q: int = 64
+    separate: bool = False
     section_mb: int = 32
 
     WARPGROUPS = 2
     KEYS = 128  # of a tile: 64 a warpgroup
 
 
-def backward_config(head_dim: int) -> BackwardConfig:
-    return BackwardConfig(block_q=128 if head_dim <= 64 else 64)
+def backward_config(
+    head_dim: int, *, features: int = 0, modifier: bool = False, dropout: bool = False, deterministic: bool = False
+) -> BackwardConfig:
+    """The config of the backward kernel.
+
+    Args:
+        features: how many there are of bias, modifier, soft cap, dropout and a mask with a rule. Each needs registers.
+    """
+    if head_dim <= 64:
+        small = modifier or dropout or deterministic or features >= 3
+        return BackwardConfig(block_q=64 if small else 128, separate=features > 0 and not small)
+    return BackwardConfig(block_q=64, separate=dropout or features >= 3)
 
 
 _OTHER_REGISTERS = 32  # scores, weights and accumulator of 128 registers fit 160 without spills

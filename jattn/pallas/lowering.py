@@ -6,10 +6,12 @@ A bound mask is lowered by the names of its parts, so that kernels depend on wha
 import dataclasses
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from jattn.pallas import primitives
 
@@ -44,16 +46,52 @@ class Element:
     load_at: Callable[[int, Any, Any], Any]  # the same, at another (row, column)
 
 
-def on_elements(function, *args):
-    """A function of scalars at every element of a tile, given arrays and scalars that broadcast to it."""
+def on_elements(function, *args, numbers: bool = False) -> list:
+    """The results of a function of scalars at each element of a tile, given arrays and scalars that broadcast to it.
+
+    Args:
+        numbers: results that are one number, known now, are returned as such.
+    """
     shape = jnp.broadcast_shapes(*(jnp.shape(a) for a in args))
     args = [jnp.broadcast_to(a, shape) for a in args]
-    on_tile = jax.make_jaxpr(jax.vmap(jax.vmap(function)))(*args)
-    return primitives.evaluate(on_tile.jaxpr, on_tile.consts, *args)[0]
+    results = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct((), a.dtype) for a in args)).jaxpr.outvars
+    known = [float(x.val) if numbers and isinstance(x, Literal) else None for x in results]
+
+    def unknown(*scalars):
+        return [x for x, number in zip(jax.tree.leaves(function(*scalars)), known, strict=True) if number is None]
+
+    on_tile = jax.make_jaxpr(jax.vmap(jax.vmap(unknown)))(*args)
+    found = iter(primitives.evaluate(on_tile.jaxpr, on_tile.consts, *args))
+    return [next(found) if number is None else number for number in known]
 
 
-def lower_mask(mask, *, packed: bool = False) -> MaskSpec:
+def with_bools(mod, aux):
+    """The modifier as a function of what a kernel reads of its arrays: numbers."""
+    flags = [x.dtype == jnp.bool_ for x in aux]
+    if not any(flags):
+        return mod
+
+    def function(score, b, n, t, s, *values):
+        values = (x != 0 if flag else x for x, flag in zip(values, flags, strict=True))
+        return mod.function.function(score, b, n, t, s, *values)
+
+    return SimpleNamespace(function=SimpleNamespace(function=function))
+
+
+def readable(x):
+    """An array as the kernel's element loads take it: at most 32 bits, no bool."""
+    if x is None or (x.dtype.itemsize <= 4 and x.dtype != jnp.bool_):
+        return x
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.int8)
+    return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
+
+
+def lower_mask(mask, *, row_bounds: bool = True) -> MaskSpec:
     """The spec of a bound mask, or of None.
+
+    Args:
+        row_bounds: prefixes become `row_end`, else part of the rule.
 
     Raises:
         NotImplementedError: a kind of mask that kernels do not know.
@@ -67,7 +105,7 @@ def lower_mask(mask, *, packed: bool = False) -> MaskSpec:
             right = _least(right, 0)
         elif kind == "Window":
             left, right = _least(left, term.left), _least(right, term.right)
-        elif kind == "Prefix" and not packed:
+        elif kind == "Prefix" and row_bounds:
             prefixes.append(term.length.reshape(-1, 1))
         elif kind != "Lengths":  # those are the key limit
             rules.append(_rule(term, arrays))
@@ -179,7 +217,7 @@ def _predicate(mask, arrays):
 
     def rule(e):
         values = [e.load(i) != 0 if flag else e.load(i) for i, flag in zip(aux, flags, strict=True)]
-        return on_elements(mask.function.function, e.batch, e.head, e.query_position, e.key_index, *values)
+        return on_elements(mask.function.function, e.batch, e.head, e.query_position, e.key_index, *values)[0]
 
     return rule
 

@@ -33,25 +33,35 @@ def divided(forward: Callable, arrays, context):
 
     def part(batch_index, head, *operands):
         arrays, context = jax.tree.unflatten(structure, operands)
-        here = jnp.stack([batch_index[0], head[0], *jnp.zeros(2, jnp.int32)])
-        context = dataclasses.replace(context, origin=here if context.origin is None else context.origin + here)
-        return forward(_with_own_keys(arrays, head[0], group), context)
+        return forward(_with_own_keys(arrays, head[0], group), _from(context, batch_index, head))
 
     axes = [("b",), ("n",), *_axes(arrays, context)]
-    return _cut(part, axes, _RESULTS)(*(jnp.arange(n, dtype=jnp.int32) for n in (batch, heads)), *operands)
+    return _cut(part, axes, _RESULTS)(*_numbers(batch, heads), *operands)
 
 
 def divided_backward(backward: Callable, arrays, context, saved):
-    """`(dq, dk, dv)` of `backward(arrays, context, saved)`, where `saved` holds arrays like out or lse."""
+    """`(dq, dk, dv)` of `backward(arrays, context, saved)`, likewise; `saved` holds arrays like out or lse."""
+    batch, _, heads, _ = arrays.query.shape
     operands, structure = jax.tree.flatten((arrays, context, saved))
 
-    def part(*operands):
-        return backward(*jax.tree.unflatten(structure, operands))
+    def part(batch_index, head, *operands):
+        arrays, context, saved = jax.tree.unflatten(structure, operands)
+        return backward(arrays, _from(context, batch_index, head), saved)
 
     rows = [("b", None, "n", None)[: x.ndim] for x in jax.tree.leaves(saved)]
-    axes = [*_axes(arrays, context), *rows]
+    axes = [("b",), ("n",), *_axes(arrays, context), *rows]
     results = tuple(_FIXED[name] for name in ("query", "key", "value"))
-    return _cut(part, axes, results)(*operands)
+    return _cut(part, axes, results)(*_numbers(batch, heads), *operands)
+
+
+def _numbers(*counts) -> list:
+    """Arrays that tell each device where its part begins."""
+    return [jnp.arange(n, dtype=jnp.int32) for n in counts]
+
+
+def _from(context, batch_index, head):
+    here = jnp.stack([batch_index[0], head[0], *jnp.zeros(2, jnp.int32)])
+    return dataclasses.replace(context, origin=here if context.origin is None else context.origin + here)
 
 
 def _with_own_keys(arrays, head, group):

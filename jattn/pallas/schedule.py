@@ -85,6 +85,25 @@ def deal(costs: jax.Array, copies: int, section: int, blocks: int) -> jax.Array:
     return jnp.concatenate([items, counts, jnp.zeros_like(counts)])
 
 
+def last_first(pairs: int, tiles: int, existing, section: int, blocks: int) -> jax.Array:
+    """The same table with the last tiles of a pair first, dealt in turn: a tile that waits for what later tiles of its
+    pair have done waits for tiles dealt before it, so that one of the blocks can always go on.
+
+    Args:
+        existing: int or int32 scalar: how many of a pair's tiles there are; a block without any works on one that does
+            not exist.
+    """
+    rounds = -(-pairs * tiles // blocks)
+    number = np.arange(rounds * blocks, dtype=np.int32).reshape(rounds, blocks)
+    size = section * existing
+    begin = number // size * section  # the first pair of the section
+    pair, tile = begin + number % size % section, existing - 1 - number % size // section
+    exists = number < pairs * existing
+    items = jnp.where(exists, pair * tiles + tile, jnp.minimum(existing, tiles - 1))
+    counts = jnp.maximum(jnp.sum(exists, axis=0, keepdims=True, dtype=jnp.int32), 1)
+    return jnp.concatenate([items, counts, jnp.zeros_like(counts)]).astype(jnp.int32)
+
+
 def _simulate(order: np.ndarray, costs: np.ndarray, blocks: int) -> np.ndarray:
     free = [(0.0, block) for block in range(blocks)]
     lists: list[list[int]] = [[] for _ in range(blocks)]

@@ -115,8 +115,11 @@ def stmatrix(array, ref) -> None:
 # --- arrays in HBM, element by element --------------------------------------------------------------------------------
 
 
-def ld_global(ref, batch, head, row, column, width: int, diagonal_origin: int | None = None) -> jax.Array:
-    """Rows `[row, row + 64)` and columns `[column, column + width)` of an array that broadcasts to `[B, N, T, S]`.
+def ld_global(
+    ref, batch, head, row, column, width: int, *, diagonal_origin: int | None = None, transposed: bool = False
+) -> jax.Array:
+    """Rows `[row, row + 64)` and columns `[column, column + width)` of an array that broadcasts to `[B, N, T, S]`; or
+    `transposed`, rows `[row, row + width)` as columns and columns `[column, column + 64)` as rows.
 
     Indices past the array's edges are moved back inside; axes of length 1 are broadcast, and read once. With
     `diagonal_origin` the array is `[B or 1, N or 1, L]` and element (t, s) reads entry `s − t + diagonal_origin`.
@@ -127,8 +130,11 @@ def ld_global(ref, batch, head, row, column, width: int, diagonal_origin: int | 
     dtype = jnp.float32 if jnp.issubdtype(ref.dtype, jnp.floating) else jnp.int32
     if interpreting():
         plane = ref[jnp.minimum(batch, ref.shape[0] - 1), jnp.minimum(head, ref.shape[1] - 1)].astype(dtype)
-        rows = (row + jnp.arange(ptx.TILE_ROWS, dtype=jnp.int32))[:, None]
-        columns = column + jnp.arange(width, dtype=jnp.int32)
+        down, right = (jnp.arange(n, dtype=jnp.int32) for n in shape)
+        if transposed:
+            rows, columns = row + right, (column + down)[:, None]
+        else:
+            rows, columns = (row + down)[:, None], column + right
         if diagonal:
             return plane[jnp.clip(columns - rows + diagonal_origin, 0, plane.shape[0] - 1)]
         rows, columns = (jnp.clip(i, 0, n - 1) for i, n in zip((rows, columns), plane.shape, strict=True))
@@ -140,18 +146,21 @@ def ld_global(ref, batch, head, row, column, width: int, diagonal_origin: int | 
     )
     def load(_, ref, *indices):
         batch, head, row, column = (x.registers[()] for x in indices)
-        first_row, first_column = ptx.lane_position()
-        rows = [arith.addi(arith.addi(row, first_row), integer(8 * i)) for i in range(2)]
-        column = arith.addi(column, first_column)
+        down, right = ptx.lane_position()
+        row, column = (
+            arith.addi(first, mine)
+            for first, mine in zip((row, column), (right, down) if transposed else (down, right), strict=True)
+        )
         plane, element = _plane(ref, batch, head), ir.MemRefType(ref.type).element_type
         sizes = ir.MemRefType(ref.type).shape[2:]
         cache = {}
 
         def value(i):
-            place = ptx.row_of(i), ptx.column_of(i)
+            place = 8 * ptx.row_of(i), ptx.column_of(i)  # from the thread's first element
+            place = place[::-1] if transposed else place
             key = place if diagonal else tuple(p if n > 1 else 0 for p, n in zip(place, sizes, strict=True))
             if key not in cache:
-                r, c = rows[key[0]], arith.addi(column, integer(key[1]))
+                r, c = arith.addi(row, integer(key[0])), arith.addi(column, integer(key[1]))
                 if diagonal:
                     index = _clipped(arith.addi(arith.subi(c, r), integer(diagonal_origin)), sizes[0])
                     cache[key] = _load(plane, element, _wide(index))
@@ -237,7 +246,7 @@ def st_global(ref, start, value: jax.Array, rows) -> None:
     store(ref, *(jnp.asarray(x, jnp.int32) for x in (*start, rows)), value)
 
 
-def reduce_add(ref, start, smem, value: jax.Array) -> None:
+def reduce_add(ref, start, smem, value: jax.Array, adder) -> None:
     """Adds float32 `value [64, 64]` to `ref [B, T, N, H]`, through `smem [2, 64, 32]` (`cp.reduce.async.bulk.tensor`).
 
     Args:
@@ -245,10 +254,12 @@ def reduce_add(ref, start, smem, value: jax.Array) -> None:
         start: (batch, row, head, column), int32 scalars; row r goes to row + r, and the column is a multiple of 64.
             What lies past T or H is left out.
         smem: what an addition before this one still reads of it is waited for.
+        adder: who adds. The emulation, which has no atomic additions, takes a `ref [adders, B, T, N, H]`, and whoever
+            launches it adds those up.
     """
     batch, row, head, column = start
-    if interpreting():  # it knows no reductions
-        _emulated_add(ref, start, value)
+    if interpreting():
+        _emulated_add(ref.at[adder], start, value)
         return
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     st_shared(value, smem)
@@ -272,6 +283,45 @@ def _emulated_add(ref, start, value):
                 ref[batch, row + r, head, mine] += value[r, : mine.stop - mine.start]
 
     _for_rows(length - row, add)
+
+
+def await_count(ref, index, count) -> None:
+    """Waits, by one thread of the warpgroup, until the int32 in HBM at `index` has reached `count`; a barrier must
+    follow. Emulated additions take place at once and in any order, so that there is nothing to wait for."""
+    if interpreting():
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SCALAR] * (len(index) + 1)))
+    def wait(_, ref, *scalars):
+        *index, count = (x.registers[()] for x in scalars)
+        text = "{ .reg .pred p; .reg .b32 v; setp.ne.u32 p, $2, 0; @p bra done;"
+        text += " again: ld.acquire.gpu.global.b32 v, [$0]; setp.lt.s32 p, v, $1; @p bra again; done: }"
+        operands = [_counter(ref, index), count, arith.remui(ptx.thread_index(), integer(128))]
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "l,r,r", has_side_effects=True)
+
+    wait(ref, *(jnp.asarray(x, jnp.int32) for x in (*index, count)))
+
+
+def count_up(ref, index) -> None:
+    """Adds 1 to the int32 in HBM at `index`, by one thread of the warpgroup, after what it waited for before
+    (`red.release.gpu`)."""
+    if interpreting():
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SCALAR] * len(index)))
+    def signal(_, ref, *index):
+        text = "{ .reg .pred p; setp.eq.u32 p, $1, 0; @p fence.proxy.async.global;"
+        text += " @p red.release.gpu.global.add.s32 [$0], 1; }"
+        operands = [_counter(ref, [i.registers[()] for i in index]), arith.remui(ptx.thread_index(), integer(128))]
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "l,r", has_side_effects=True)
+
+    signal(ref, *(jnp.asarray(x, jnp.int32) for x in index))
+
+
+def _counter(ref, index):
+    kind = ir.MemRefType(ref.type)
+    pointer = _element_pointer(utils.memref_ptr(ref), kind.element_type, _flat(kind, index))
+    return llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
 
 
 def st_global_rows(ref, start, value: jax.Array, rows) -> None:

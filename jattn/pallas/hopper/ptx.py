@@ -445,6 +445,23 @@ def row_numbers() -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS,), 0, layout=ROW)
 
 
+def numbers(first, axis: int, columns: int) -> jax.Array:
+    """int32 `[64, columns]`: `first` plus the element's row (axis 0) or column (axis 1). Unlike `first + iota`, whose
+    iota the compiler keeps in registers through a loop, it costs an addition where it is used."""
+    if interpreting():
+        return first + lax.broadcasted_iota(jnp.int32, (TILE_ROWS, columns), axis)
+
+    @plgpu.inline_mgpu(
+        arg_types=(SCALAR,), return_type=plgpu.ShapeDtypeStruct((TILE_ROWS, columns), jnp.int32, layout=WGMMA)
+    )
+    def count(_, first):
+        mine = arith.addi(first.registers[()], lane_position()[axis])
+        offset = column_of if axis else lambda i: 8 * row_of(i)
+        return from_scalars([arith.addi(mine, integer(offset(i))) for i in range(columns // 2)], signed=True)
+
+    return count(jnp.asarray(first, jnp.int32))
+
+
 def constant(value: float):
     """A float32 constant."""
     return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), float(value)))
