@@ -38,7 +38,7 @@ def devices(count: int):
     return topologies.get_topology_desc(platform="cuda", target_config=description, topology=f"1x1x{count}").devices
 
 
-def _sharding():
+def sharding():
     return jax.sharding.NamedSharding(jax.sharding.Mesh(devices(1), ("x",)), jax.sharding.PartitionSpec())
 
 
@@ -64,7 +64,7 @@ def compile_for_h200(function, *arguments, dump_ptx: bool = False, kernels: bool
     Raises:
         RuntimeError: nothing was compiled by ptxas, or the compiler failed.
     """
-    sharding = _sharding()
+    sharding = sharding()
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in arguments]
     flags = {"MOSAIC_GPU_DUMP_PTXAS": "1"} | ({"MOSAIC_GPU_DUMP_PTX": "1"} if dump_ptx else {})
     before = {key: os.environ.get(key) for key in flags}

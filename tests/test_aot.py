@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import aot
 import cases
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from aot import compile_for_h200, parse
 
-from jattn import masks, mods, ragged, ragged_attention
+from jattn import attention, masks, mods, ragged, ragged_attention
 from jattn.attention import prepare
 from jattn.pallas import attention as mosaic
 
@@ -107,20 +108,99 @@ def test_plain_jax_compiles_for_a_gpu_with_constant_offsets():
     compile_for_h200(step, q, k, v, kernels=False)
 
 
-@pytest.mark.aot
-@pytest.mark.parametrize("changes", [{}, dict(is_causal=True), dict(local_window_size=(512, 5))], ids=str)
-@pytest.mark.parametrize("keys", [1, 2])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 80), (40, 64)], ids=str)
-def test_backward(dims, keys, changes):
-    H, D = dims
-    q, k, v = cases.qkv(B=2, T=2100, S=2100, N=2, K=keys, H=H, D=D, dtype="bfloat16")
-    call = prepare(q, k, v, **changes)
+BACKWARD = {
+    "full": {},
+    "window": dict(local_window_size=(512, 5)),
+    "lengths": dict(
+        is_causal=True, query_offset="end", key_value_seq_lengths=jnp.array([5, 7], jnp.int32),
+        query_seq_lengths=jnp.array([5, 7], jnp.int32),
+    ),
+    "segments": dict(is_causal=True, segment_ids=jnp.zeros(2100, jnp.int32)),
+    "block mask": dict(mask=masks.blocks(jnp.ones((17, 17), bool), 128)),
+    "soft cap": dict(is_causal=True, logits_soft_cap=20.0),
+    "bias": dict(is_causal=True, bias=jnp.zeros((2100, 2100), jnp.bfloat16)),
+    "alibi": dict(is_causal=True, score_mod=mods.alibi(2)),
+    "modifier": dict(score_mod=mods.score_mod(lambda x, b, n, t, s, g: jnp.tanh(x * g), jnp.ones((2, 1, 1)))),
+    "dropout": dict(dropout_rate=0.1, dropout_key=jax.random.key(0)),
+    "three at once": dict(segment_ids=jnp.zeros(2100, jnp.int32), logits_soft_cap=20.0, score_mod=mods.alibi(2)),
+    "deterministic": dict(is_causal=True, deterministic=True),
+    "packed": dict(packed=True, is_causal=True),
+    "packed, deterministic": dict(packed=True, is_causal=True, deterministic=True),
+}  # fmt: skip
+
+
+def backward_report(H, D, keys, *, packed=False, **kwargs):
+    q, k, v = cases.qkv(B=1 if packed else 2, T=2100, S=2100, N=2, K=keys, H=H, D=D, dtype="bfloat16")
+    if packed:
+        call = ragged.prepare(q[0], k[0], v[0], jnp.array([0, 100, 1300, 2000], jnp.int32), **kwargs)
+    else:
+        call = prepare(q, k, v, **kwargs)
     assert mosaic.why_not_backward(call.problem) is None
     leaves, structure = jax.tree.flatten((call.arrays, call.context))
-    out, lse = np.zeros((2, 2100, 2, D), q.dtype), np.zeros((2, 2100, 2), np.float32)
+    out, lse = np.zeros((*q.shape[:3], D), q.dtype), np.zeros(q.shape[:3], np.float32)
 
     def backward(out, lse, *leaves):
-        return mosaic.backward(*jax.tree.unflatten(structure, leaves), call.options, out, lse, None, out, lse)
+        found = mosaic.backward(*jax.tree.unflatten(structure, leaves), call.options, out, lse, None, out, lse)
+        return found.query, found.key, found.value
 
-    found = compile_for_h200(backward, out, lse, *leaves)
+    return compile_for_h200(backward, out, lse, *leaves)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("keys", [1, 2])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 80), (40, 64)], ids=str)
+def test_backward(dims, keys):
+    found = backward_report(*dims, keys, is_causal=True)
     assert found.clean, found
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("width, keys", [(64, 2), (128, 1)])
+def test_features_of_the_backward(width, keys, name):
+    found = backward_report(width, width, keys, **BACKWARD[name])
+    assert found.clean, found
+
+
+def compiled_for_h200(function, *arguments) -> str:
+    """The program for an H200, as text."""
+    sharding = aot.sharding()
+    arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in arguments]
+    return jax.jit(function).lower(*arguments).compile().as_text()
+
+
+@pytest.mark.aot
+def test_sums_that_nobody_uses_are_not_computed():
+    """Gradients of a modifier's arrays come from loops in plain JAX, which are left out where they are not used."""
+    q, slope = jnp.zeros((1, 512, 4, 64), jnp.bfloat16), jnp.zeros((4, 1, 1))
+
+    def loss(q, slope):
+        mod = mods.score_mod(lambda x, b, n, t, s, g: x + g * (s - t).astype(jnp.float32), slope)
+        return attention(q, q, q, is_causal=True, score_mod=mod, implementation="mosaic").astype(jnp.float32).sum()
+
+    unused, used = (compiled_for_h200(jax.grad(loss, which), q, slope) for which in (0, (0, 1)))
+    assert "jattn_attention_backward" in unused and " while(" not in unused and " while(" in used
+
+
+def mapped(f):
+    return lambda *x: jax.lax.map(lambda x: f(*x), x)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("transform", [jax.vmap, mapped])
+def test_what_is_changed_in_place_is_known_to_be(transform):
+    """A fusion of the backward with the slices of a loop would not say which of its results is which operand."""
+    q = jnp.zeros((3, 1, 300, 2, 64), jnp.bfloat16)
+
+    def loss(q, k, v):
+        return attention(q, k, v, implementation="mosaic").astype(jnp.float32).sum()
+
+    text = compiled_for_h200(transform(jax.grad(loss, (0, 1, 2))), q, q, q)
+    found = []
+    for computation in text.split("\n\n"):
+        head, _, body = computation.partition("\n")
+        launches = [line for line in body.splitlines() if "custom-call(" in line and "attention_backward" in line]
+        found += [(head.split()[0], line) for line in launches]
+    assert found
+    for computation, line in found:
+        assert "output_to_operand_aliasing" in line and "fusion" not in computation

@@ -95,18 +95,22 @@ def kernel_in_place(body: Callable[..., None], *, out_type: Any, **how) -> Calla
     """A launchable kernel `(inputs, buffers) -> (*buffers, *outputs)` that changes buffers instead of making them:
     `body(*inputs, *buffers, *outputs, **scratch)`, and `how` as in `kernel`.
 
-    The caller must compute something from a returned buffer. XLA's GPU compiler (jax 0.11.2) forgets that it is the
-    buffer passed in where a loop stacks it as it is, and stacks memory that nobody wrote.
+    The barriers keep XLA's GPU compiler from fusing the launch with slices that a loop takes of its operands or stacks
+    of its results: such a fusion forgets that a result is the buffer passed in, and its result is memory that nobody
+    wrote (jax 0.11.2).
     """
     launch = kernel(body, out_type=out_type, **how)
 
     def run(inputs, buffers):
+        inputs, buffers = lax.optimization_barrier((inputs, buffers))
+
         def on_references(references):
             changed, outputs = references[: len(buffers)], references[len(buffers) :]
             for reference, x in zip(outputs, launch(*inputs, *changed), strict=True):
                 reference[...] = x
 
-        return pl.run_state(on_references)((*buffers, *(lax.empty(x.shape, x.dtype) for x in out_type)))
+        state = (*buffers, *(lax.empty(x.shape, x.dtype) for x in out_type))
+        return lax.optimization_barrier(pl.run_state(on_references)(state))
 
     return run
 
