@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jattn import _formats
 from jattn._problem import accumulator
@@ -92,25 +93,26 @@ class Rows584:
 
     def take(self, index):
         """The encoded rows at `index`, int `[B, n]` within the rows there are."""
-        return self._over_bytes(index, lambda at: jnp.asarray(self.data).at[at].get(mode="clip"))
+        numbers = lax.GatherDimensionNumbers((2,), (0, 1), (0, 1, 2))
+        found = [
+            lax.gather(jnp.asarray(self.data), at, numbers, (1, 1, size), mode="clip") for at, size in self._runs(index)
+        ]
+        return jnp.concatenate(found, axis=-1)
 
     def put(self, index, encoded) -> "Rows584":
         """With `encoded` rows `[B, n, ..]` at `index`; those at an index past the last are not written."""
-        row, scales = jnp.split(encoded, [self.row_bytes], axis=-1)
-        data = jnp.asarray(self.data)
-        for at, new in zip(self._bytes(index), (row, scales), strict=True):
-            data = data.at[at].set(new, mode="drop", unique_indices=True)
+        data, numbers = jnp.asarray(self.data), lax.ScatterDimensionNumbers((2,), (0, 1), (0, 1, 2))
+        new = jnp.split(encoded, [self.row_bytes], axis=-1)
+        for (at, _), bytes_ in zip(self._runs(index), new, strict=True):
+            data = lax.scatter(data, at, bytes_, numbers, unique_indices=True, mode="drop")
         return dataclasses.replace(self, data=data)
 
-    def _over_bytes(self, index, get):
-        return jnp.concatenate([get(at) for at in self._bytes(index)], axis=-1)
-
-    def _bytes(self, index):
-        """Where the row and the scales of each row are: (sequence, page, byte) `[B, n, bytes]` each."""
-        page, slot = index[..., None] // self.page, index[..., None] % self.page
-        sequence = jnp.arange(index.shape[0], dtype=jnp.int32)[:, None, None]
+    def _runs(self, index):
+        """Where the row and the scales of each row begin, int32 `[B, n, 3]` as (sequence, page, byte), and how long."""
+        page, slot = index // self.page, index % self.page
+        sequence = jnp.broadcast_to(jnp.arange(index.shape[0], dtype=jnp.int32)[:, None], index.shape)
         for size, start in ((self.row_bytes, 0), (self.scale_bytes, self.page * self.row_bytes)):
-            yield sequence, page, start + slot * size + jnp.arange(size, dtype=jnp.int32)
+            yield jnp.stack([sequence, page, start + slot * size], axis=-1), size
 
 
 @jax.tree_util.register_dataclass

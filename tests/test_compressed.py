@@ -35,6 +35,7 @@ from compressed_cases import (
     run,
     tokens,
 )
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jattn.compressed import Index, Source, csa_attention, grouped_output, hca_attention, window_indices
 from jattn.compressed_cache import CompressedCache
@@ -444,3 +445,22 @@ def test_many_queries_and_long_caches_lower():
         own = Source(f(17, 1, 1024), f(17, 1, 1024), f(4, 1024), f(512))
         call = functools.partial(csa_attention, scale=1.0, top_k=512, index_format=index_format)
         jax.jit(call).lower(f(17, 1, 4, 512), f(17, 1, 512), own, index, cache)
+
+
+def test_shard_map_with_varying_axes_checked():
+    """Sequences over two devices, each with its own: the bits of one, and gradients go through."""
+    inputs = draw("HCA")
+    query, kv, own, _ = inputs
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Auto,))
+    batch = PartitionSpec("data")
+
+    def call(query, kv, u, z, ape, norm, sinks, cache):
+        options = dict(scale=SCALE, window=WINDOW, rotary=ROTARY, sinks=sinks)
+        return hca_attention(query, kv, Source(u, z, ape, norm), cache, **options)[0]
+
+    specs = (*[batch] * 4, *[PartitionSpec()] * 3, batch)
+    sharded = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=batch)
+    arrays = query, kv, own.u, own.z, own.ape, own.norm, SINKS
+    cache = empty("HCA")
+    np.testing.assert_array_equal(jax.jit(sharded)(*arrays, cache), run("HCA", inputs, cache)[0][0])
+    jax.jit(jax.grad(lambda *x: jnp.sum(sharded(*x, cache)), range(7))).lower(*arrays)
