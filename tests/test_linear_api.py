@@ -42,6 +42,7 @@ def mesh_of(shape, names, mode=AxisType.Auto):
 # Transformations
 
 
+@pytest.mark.slow
 def test_residuals_and_rematerialisation_change_no_bit():
     p = problem("delta_rule", B=1, T=70)
     dout, dfinal = cotangents(p)
@@ -54,6 +55,7 @@ def test_residuals_and_rematerialisation_change_no_bit():
         bits(saved[name], remat[name], name)
 
 
+@pytest.mark.slow
 def test_vmap_is_the_loop():
     """Over tokens and parameters together, with the gradient."""
     p = problem("gated_delta_rule", B=3, T=9, **MODEL)
@@ -72,6 +74,7 @@ def test_vmap_is_the_loop():
             assert np.abs(got[name][b] - g).max() <= 1e-6 * np.abs(g).max(), name
 
 
+@pytest.mark.slow
 def test_scan_eval_shape_and_export():
     p = problem("gla", B=1, T=70)
     spec = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), p.arrays())
@@ -135,6 +138,7 @@ def test_float64():
         assert np.abs(g - want).max() <= 1e-13 * max(np.abs(truth[name]).max(), truth["terms"].get(name, 0))
 
 
+@pytest.mark.slow
 def test_memory_grows_with_tokens():
     """No state a token, and no more than its share for twice the tokens."""
 
@@ -158,6 +162,7 @@ def test_shapes_past_two_to_the_31_elements_lower():
 # Devices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_batch_and_heads_are_not_gathered(mode):
     op, options = ("gated_delta_rule", MODEL) if mode == AxisType.Auto else ("simple_gla", {})
@@ -179,6 +184,7 @@ def test_sharded_batch_and_heads_are_not_gathered(mode):
         assert np.abs(np.asarray(got[name]) - g).max() <= 1e-5 * np.abs(g).max(), name
 
 
+@pytest.mark.slow
 def test_a_sequence_over_four_devices():
     """Affine maps, gathered and composed, with all gradients: the error rule of one device."""
     op = "gated_delta_rule"
@@ -232,6 +238,7 @@ def test_affine_maps_compose():
     assert np.abs(np.asarray(second.after(first)(x["initial_state"])) - truth).max() <= 2e-6 * np.abs(truth).max()
 
 
+@pytest.mark.slow
 def test_shard_map_with_varying_axes_checked():
     p = problem("gated_delta_rule", B=2, T=9, **MODEL)
     run = lambda x: call("gated_delta_rule", p, x, mode="recurrent")  # noqa: E731
@@ -384,6 +391,7 @@ def test_docstrings(name):
         assert all(word in doc for word in ("Returns:", "Raises:", "Source"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["delta", "decay", "steps", "gates", "conv", "maps"])
 def test_examples_run(module):
     if not hasattr(jattn, "linear"):  # until it is among the names of the package
@@ -399,3 +407,13 @@ def test_ops_share_names():
         own = {n: q for n, q in inspect.signature(op).parameters.items() if n != "normalize"}
         assert own.keys() <= kda.keys()
         assert all((q.kind, q.default) == (kda[n].kind, kda[n].default) for n, q in own.items())
+
+
+def test_bytes_of_the_roofline():
+    """Of bfloat16 tokens of 128 channels with float32 gates: q, k, v, o, g and beta; of a step its state, twice."""
+    from benchmarks.linear import Shape
+
+    shape = Shape("kda", 1, 8192, 32)
+    assert shape.least_bytes("bfloat16", False) == shape.token_heads * 1540
+    assert shape.plan_bytes("bfloat16", True) > shape.least_bytes("bfloat16", True) > 2 * 1540 * shape.token_heads
+    assert Shape("kda", 64, 1, 96, step=True).least_bytes("bfloat16", False) == 64 * 96 * 131072

@@ -146,7 +146,9 @@ def test_repeats_are_bit_equal():
 SEGMENTS = np.array([7] * 3 + [7] * 20 + [2] + [7] * 41 + [0] * 70 + [1] * 15)  # 7 comes back; one has one token
 
 
-@pytest.mark.parametrize("op, modes", [("kda", ("chunk",)), ("gated_delta_rule", MODES)])
+@pytest.mark.parametrize(
+    "op, modes", [pytest.param("kda", ("chunk",), marks=pytest.mark.slow), ("gated_delta_rule", MODES)]
+)
 def test_segments_start_anew(op, modes):
     ids = np.stack([SEGMENTS, np.zeros_like(SEGMENTS)])
     resets = np.concatenate([np.zeros((2, 1), bool), ids[:, 1:] != ids[:, :-1]], axis=1)
@@ -176,6 +178,7 @@ def test_bits_do_not_depend_on_the_batch(mode):
     bits(end, state[np.array(rows)], mode)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_the_states_in_between():
     """The yardstick is that of the call without them."""
     p = problem("gated_delta_rule", **MODEL)
