@@ -11,6 +11,7 @@ bytes; DeepGEMM for the index page.
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -138,6 +139,7 @@ def unpack_index_pages(pages, page_size, dim=128):
     return codes, from_bytes(scales, jnp.float32)
 
 
+@jax.jit
 def hadamard(x):
     """`x [.., n]` times the normalised Walsh-Hadamard matrix of n channels, a power of two; its own inverse.
 
@@ -148,7 +150,9 @@ def hadamard(x):
         ValueError: n is no power of two.
 
     Example:
-        >>> codes, scales = jattn.indexer_quantize(jattn.hadamard(key), "fp4_b32")
+        >>> import jax.numpy as jnp, jattn
+        >>> jattn.hadamard(jnp.array([1.0, 0.0, 0.0, 0.0])).tolist()
+        [0.5, 0.5, 0.5, 0.5]
 
     Source: DeepSeek-V3.2 (2025).
     """

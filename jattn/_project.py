@@ -1,9 +1,22 @@
 """The linear layers and norms around latent attention: products in the accumulator's dtype, one voice for misfits."""
 
+import functools
+import itertools
+import math
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jattn._problem import accumulator
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def normal(key, shapes, fan_in, dtype):
+    """Normal arrays of these shapes, of variance 1 / fan_in each."""
+    ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
+    drawn = jnp.split(jax.random.normal(key, (ends[-1],), "float32"), ends[:-1])
+    return [(x * n**-0.5).astype(dtype).reshape(s) for x, s, n in zip(drawn, shapes, fan_in, strict=True)]
 
 
 def product(equation, x, y, rounded=True):

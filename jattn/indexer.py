@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jattn import _check, _formats
 from jattn._call import in_auto_mode, int32, only_xla, positive
 from jattn._formats import hadamard
-from jattn._project import fits, layer_norm, product, rotated
+from jattn._project import fits, layer_norm, normal, product, rotated
 from jattn._varying import vary, varying_axes
 from jattn.reference import indexer as _xla
 from jattn.reference.sparse import Lists
@@ -53,6 +53,7 @@ def indexer_quantize(x, fmt: str = "fp8_row"):
         ValueError: an unknown format, or an H that it does not have. TypeError: x is not floating-point.
 
     Example:
+        >>> import jax, jattn
         >>> codes, scales = jattn.indexer_quantize(jax.random.normal(jax.random.key(0), (100, 128)), "fp4_b32")
         >>> codes.shape, scales.shape
         ((100, 64), (100, 4))
@@ -66,6 +67,11 @@ def indexer_quantize(x, fmt: str = "fp8_row"):
         raise ValueError(f"fmt={fmt!r} is unknown; choose from {', '.join(map(repr, _FORMATS))}")
     if x.ndim < 1 or x.shape[-1] == 0:
         raise ValueError(f"x has shape {x.shape}; expected [.., H]")
+    return _quantize(x, fmt)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _quantize(x, fmt):
     if fmt == "fp4_b32":
         return _formats.quantize_fp4(x)
     return _formats.quantize_fp8(x, power_of_two=fmt == "fp8_row_ue8m0")
@@ -85,10 +91,15 @@ def indexer_dequantize(codes, scales, dtype=jnp.float32):
         ValueError: no such pair.
 
     Example:
-        >>> k = jattn.indexer_dequantize(*jattn.indexer_quantize(k))
+        >>> import jax.numpy as jnp, jattn
+        >>> jattn.indexer_dequantize(*jattn.indexer_quantize(jnp.array([0.1, -448.0, 3.0]))).tolist()
+        [0.1015625, -448.0, 3.0]
+
+    Source: as `indexer_quantize`.
     """
     codes, scales = _coded((codes, scales), "codes")
-    return (_formats.dequantize_fp4 if codes.dtype == jnp.uint8 else _formats.dequantize_fp8)(codes, scales, dtype)
+    run = _formats.dequantize_fp4 if codes.dtype == jnp.uint8 else _formats.dequantize_fp8
+    return jax.jit(run, static_argnums=2)(codes, scales, jnp.dtype(dtype))
 
 
 def indexer_logits(
@@ -119,6 +130,7 @@ def indexer_logits(
         ValueError, TypeError: an argument is wrong. NotImplementedError: a named implementation without a kernel.
 
     Example:
+        >>> import jax, jax.numpy as jnp, jattn
         >>> q, k = jax.random.normal(jax.random.key(0), (5, 4, 32)), jax.random.normal(jax.random.key(1), (5, 32))
         >>> jattn.indexer_logits(q, k, jnp.ones((5, 4)), k_end=jnp.arange(1, 6)).shape
         (5, 5)
@@ -131,8 +143,14 @@ def indexer_logits(
     if index.tables is not None:
         index = dataclasses.replace(index, key=_in_pages(index.key))
     with jax.named_scope("jattn.indexer_logits"):
-        scores = _xla.logits(index, out_dtype)
+        scores = _logits(index, out_dtype)
     return scores.reshape(*batch, scores.shape[-1])
+
+
+_logits = jax.jit(_xla.logits, static_argnums=1)
+_top_k = jax.jit(_xla.top_k, static_argnums=1)
+_select = jax.jit(_xla.select, static_argnums=(1, 2))
+_kl = jax.jit(_xla.kl)
 
 
 @jax.custom_jvp
@@ -164,8 +182,11 @@ def topk_select(scores, k: int, k_start=None, k_end=None, *, implementation: str
         ValueError, TypeError: an argument is wrong. NotImplementedError: a named implementation without a kernel.
 
     Example:
+        >>> import jax.numpy as jnp, jattn
         >>> jattn.topk_select(jnp.array([[1.0, 3.0, 3.0, 2.0]]), 2)
         (Array([[1, 2]], dtype=int32), Array([2], dtype=int32))
+
+    Source: the rule of `jax.lax.top_k` for ties, by counting.
     """
     only_xla("topk_select", implementation)
     scores, k = _check.array(scores, "scores"), positive(k, "k")
@@ -179,7 +200,7 @@ def topk_select(scores, k: int, k_start=None, k_end=None, *, implementation: str
     if rows == 0 or S == 0:
         return jnp.full((*batch, k), -1, jnp.int32), jnp.zeros(batch, jnp.int32)
     with jax.named_scope("jattn.topk_select"):
-        indices, count = _xla.top_k(jax.lax.stop_gradient(scores).reshape(rows, S), k, low, high)
+        indices, count = _top_k(jax.lax.stop_gradient(scores).reshape(rows, S), k, low, high)
     return indices.reshape(*batch, k), count.reshape(batch)
 
 
@@ -202,8 +223,11 @@ def indexer_select(
         ValueError, TypeError: an argument is wrong. NotImplementedError: a named implementation without a kernel.
 
     Example:
-        >>> lists, count = jattn.indexer_select(q, k, w, 2048, k_end=positions + 1)
-        >>> out = jattn.sparse_attention(query, latents, lists, scale=192**-0.5, value_dim=512)
+        >>> import jax, jax.numpy as jnp, jattn
+        >>> q, k = jax.random.normal(jax.random.key(0), (9, 4, 32)), jax.random.normal(jax.random.key(1), (9, 32))
+        >>> lists, count = jattn.indexer_select(q, k, jnp.ones((9, 4)), 3, k_end=jnp.arange(1, 10))
+        >>> lists[:2].tolist(), count.tolist()
+        ([[0, -1, -1], [0, 1, -1]], [1, 2, 3, 3, 3, 3, 3, 3, 3])
 
     Source: DeepSeek-V3.2 (2025).
     """
@@ -212,7 +236,7 @@ def indexer_select(
     index, batch = _index(query, key, weights, k_start, k_end, block_tables)
     score_dtype = _score_dtype(score_dtype, "score_dtype")
     with jax.named_scope("jattn.indexer_select"):
-        indices, count = _xla.select(jax.lax.stop_gradient(index), k, score_dtype)
+        indices, count = _select(jax.lax.stop_gradient(index), k, score_dtype)
     return indices.reshape(*batch, k), count.reshape(batch)
 
 
@@ -233,8 +257,10 @@ def indexer_scores(query, key, weights, indices, *, implementation: str | None =
         NotImplementedError: a named implementation without a kernel; second derivatives.
 
     Example:
-        >>> scores = jattn.indexer_scores(q, k, w, lists)
-        >>> loss = jattn.indexer_kl(scores, target).mean()
+        >>> import jax.numpy as jnp, jattn
+        >>> q, k = jnp.ones((2, 4, 32)), jnp.ones((9, 32))
+        >>> jattn.indexer_scores(q, k, jnp.ones((2, 4)) / 4, jnp.array([[0, -1], [3, 8]])).tolist()
+        [[32.0, -inf], [32.0, 32.0]]
 
     Source: DeepSeek-V3.2 (2025), sparse training stage.
     """
@@ -296,8 +322,9 @@ def indexer_kl(scores, target):
         ValueError, TypeError: shapes or dtypes.
 
     Example:
-        >>> target = jattn.sparse_weights(query, latents, lists, lse, scale=192**-0.5)
-        >>> loss = jattn.indexer_kl(jattn.indexer_scores(q, k, w, lists), target).mean()
+        >>> import jax.numpy as jnp, jattn
+        >>> jattn.indexer_kl(jnp.array([[0.0, 0.0, -jnp.inf]]), jnp.array([[5.0, 5.0, 1.0]])).tolist()
+        [0.0]
 
     Source: DeepSeek-V3.2 (2025), section on training.
     """
@@ -307,7 +334,7 @@ def indexer_kl(scores, target):
             raise TypeError(f"{name} must be floating-point, not {x.dtype}")
     if scores.ndim < 1 or target.shape != scores.shape:
         raise ValueError(f"target has shape {target.shape}; scores have {scores.shape}, and both must be [.., L]")
-    return _xla.kl(scores, jax.lax.stop_gradient(target))
+    return _kl(scores, jax.lax.stop_gradient(target))
 
 
 @jax.tree_util.register_dataclass
@@ -317,6 +344,11 @@ class IndexerWeights:
 
     query_up: `[Q, N, H]`; key_down: `[M, H]`; key_norm, key_bias: `[H]`, of a layer norm; head_weights: `[M, N]`.
 
+    Example:
+        >>> import jax, jattn
+        >>> jattn.IndexerWeights.normal(jax.random.key(0), M=64, Q=48, N=4, H=32).query_up.shape
+        (48, 4, 32)
+
     Source: DeepSeek-V3.2 (2025).
     """
 
@@ -325,6 +357,12 @@ class IndexerWeights:
     key_norm: Any
     key_bias: Any
     head_weights: Any
+
+    @classmethod
+    def normal(cls, key, *, M: int, Q: int, N: int, H: int, dtype=jnp.float32) -> "IndexerWeights":
+        """Random weights of variance 1 / (inputs), a norm of 1 and a bias of 0."""
+        up, down, heads = normal(key, ((Q, N, H), (M, H), (M, N)), (Q, M, M), dtype)
+        return cls(up, down, jnp.ones(H, dtype), jnp.zeros(H, dtype), heads)
 
 
 def indexer_project(
@@ -348,9 +386,15 @@ def indexer_project(
         ValueError, TypeError: weights that do not fit.
 
     Example:
-        >>> rotate = functools.partial(jattn.rope, rotary_dim=64)
-        >>> q, k, w = jattn.indexer_project(x, inputs.residual, weights, positions, rotate=rotate)
-        >>> lists, count = jattn.indexer_select(q, k, w, 2048, k_end=positions + 1)
+        >>> import functools, jax, jax.numpy as jnp, jattn
+        >>> weights = jattn.IndexerWeights.normal(jax.random.key(0), M=64, Q=48, N=4, H=32)
+        >>> x, residual = jnp.ones((2, 10, 64), "float32"), jnp.ones((2, 10, 48), "float32")
+        >>> rotate = functools.partial(jattn.rope, rotary_dim=16)
+        >>> project = jax.jit(functools.partial(jattn.indexer_project, rotate=rotate))
+        >>> [y.shape for y in project(x, residual, weights)]
+        [(2, 10, 4, 32), (2, 10, 32), (2, 10, 4)]
+
+    Source: DeepSeek-V3.2 (2025), "lightning indexer".
     """
     x, residual = tokens(x), _check.array(residual, "residual")
     (Q, N, H), M = weights.query_up.shape, x.shape[-1]

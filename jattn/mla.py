@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jattn import _check, _formats
 from jattn._call import int32, only_xla, positive
-from jattn._project import fits, product, rms_norm, rotated
+from jattn._project import fits, normal, product, rms_norm, rotated
 from jattn._tile import Shape
 from jattn._varying import vary, varying_axes
 from jattn.attention import attention
@@ -47,6 +47,12 @@ class MLAWeights:
     latent_down: `[M, C + R]`, latent_norm: `[C]`, key_up: `[C, N, H]`, value_up: `[C, N, D]`, out: `[N, D, M]`.
     gate: `[M, N, D]` of an output gate, or None.
 
+    Example:
+        >>> import jax, jattn
+        >>> w = jattn.MLAWeights.normal(jax.random.key(0), M=64, Q=48, N=4, H=16, R=8, C=32, D=16)
+        >>> w.query_up.shape, w.latent_down.shape
+        ((48, 4, 24), (64, 40))
+
     Source: DeepSeek-V2 (2024); Kimi K3 for the gate.
     """
 
@@ -60,18 +66,37 @@ class MLAWeights:
     query_norm: Any = None
     gate: Any = None
 
+    @classmethod
+    def normal(cls, key, *, M: int, N: int, H: int, R: int, C: int, D: int, Q: int | None = None, gate: bool = False,
+               dtype=jnp.float32) -> "MLAWeights":  # fmt: skip
+        """Random weights of variance 1 / (inputs), and norms of 1; without Q there is no query latent."""
+        shapes = dict(
+            query_up=(Q or M, N, H + R), latent_down=(M, C + R), key_up=(C, N, H), value_up=(C, N, D), out=(N, D, M),
+        )  # fmt: skip
+        shapes |= ({"query_down": (M, Q)} if Q else {}) | ({"gate": (M, N, D)} if gate else {})
+        fan_in = [N * D if name == "out" else shape[0] for name, shape in shapes.items()]
+        drawn = dict(zip(shapes, normal(key, tuple(shapes.values()), tuple(fan_in), dtype), strict=True))
+        return cls(latent_norm=jnp.ones(C, dtype), query_norm=jnp.ones(Q, dtype) if Q else None, **drawn)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MLAInputs:
-    """What attention reads of T tokens, a pytree: see `mla_preprocess`."""
+    """What attention reads of T tokens, a pytree; `mla_preprocess` makes it.
 
-    query_nope: Any  # [*B, T, N, H]: for the expanded form
-    query_latent: Any  # [*B, T, N, C]: the same, absorbed
-    query_rope: Any  # [*B, T, N, R]
-    latent: Any  # [*B, T, C]
-    key_rope: Any  # [*B, T, R]
-    residual: Any  # [*B, T, Q]: what an indexer shares, or None without a query latent
+    query_nope: `[*B, T, N, H]`, for the expanded form; query_latent: `[*B, T, N, C]`, the same, absorbed; query_rope:
+    `[*B, T, N, R]`; latent: `[*B, T, C]`; key_rope: `[*B, T, R]`; residual: `[*B, T, Q]`, what an indexer shares, or
+    None without a query latent.
+
+    Source: DeepSeek-V2 (2024), section 2.1.
+    """
+
+    query_nope: Any
+    query_latent: Any
+    query_rope: Any
+    latent: Any
+    key_rope: Any
+    residual: Any
 
     @property
     def query(self):
@@ -104,11 +129,13 @@ def mla_preprocess(x, weights: MLAWeights, positions=None, *, rotate: Callable |
         ValueError, TypeError: weights that do not fit (the message names them and the dimension).
 
     Example:
+        >>> import functools, jax, jax.numpy as jnp, jattn
+        >>> w = jattn.MLAWeights.normal(jax.random.key(0), M=64, Q=48, N=4, H=16, R=8, C=32, D=16)
+        >>> x = jax.random.normal(jax.random.key(1), (2, 10, 64), "float32")
         >>> rotate = functools.partial(jattn.rope, interleaved=True)
-        >>> inputs = jattn.mla_preprocess(x, weights, positions, rotate=rotate)
-        >>> cache = jax.lax.dynamic_update_slice_in_dim(cache, inputs.rows, start, axis=1)
-        >>> latents = jattn.mla_decode(inputs.query, cache, lengths, scale=192**-0.5, latent_dim=512)
-        >>> y = jattn.mla_output(jattn.mla_values(latents, weights), weights)
+        >>> inputs = jax.jit(functools.partial(jattn.mla_preprocess, rotate=rotate))(x, w)
+        >>> inputs.query.shape, inputs.rows.shape, inputs.residual.shape
+        ((2, 10, 4, 40), (2, 10, 40), (2, 10, 48))
 
     Source: DeepSeek-V2 (2024), section 2.1.
     """
@@ -146,7 +173,16 @@ def mla_prefill(inputs: MLAInputs, weights: MLAWeights, rows=None, *, scale, is_
         ValueError, TypeError, NotImplementedError: as `attention`.
 
     Example:
-        >>> y = jattn.mla_output(jattn.mla_prefill(inputs, weights, scale=192**-0.5), weights)
+        >>> import functools, jax, jax.numpy as jnp, jattn
+        >>> w = jattn.MLAWeights.normal(jax.random.key(0), M=64, Q=48, N=4, H=16, R=8, C=32, D=16)
+        >>> @jax.jit
+        ... def layer(x, w):
+        ...     inputs = jattn.mla_preprocess(x, w, rotate=functools.partial(jattn.rope, interleaved=True))
+        ...     return jattn.mla_output(jattn.mla_prefill(inputs, w, scale=24**-0.5), w)
+        >>> layer(jax.random.normal(jax.random.key(1), (2, 10, 64), "float32"), w).shape
+        (2, 10, 64)
+
+    Source: DeepSeek-V2 (2024), section 2.1.
     """
     scale = _required(scale)
     rows = inputs.rows if rows is None else _check.array(rows, "rows")
@@ -179,7 +215,11 @@ def mla_absorbed(query, rows, *, scale, latent_dim: int, is_causal: bool = True,
         ValueError, TypeError, NotImplementedError: as `attention`.
 
     Example:
-        >>> latents = jattn.mla_absorbed(inputs.query, inputs.rows, scale=192**-0.5, latent_dim=512)
+        >>> import jax, jattn
+        >>> query = jax.random.normal(jax.random.key(0), (2, 10, 4, 40), "float32")  # inputs.query
+        >>> rows = jax.random.normal(jax.random.key(1), (2, 10, 40), "float32")      # inputs.rows
+        >>> jattn.mla_absorbed(query, rows, scale=24**-0.5, latent_dim=32).shape
+        (2, 10, 4, 32)
 
     Source: DeepSeek-V2 (2024), appendix on absorbed weights.
     """
@@ -225,7 +265,11 @@ def mla_decode(
         ValueError, TypeError: an argument is wrong. NotImplementedError: as `paged_attention`.
 
     Example:
-        >>> latents = jattn.mla_decode(inputs.query, cache, lengths, scale=192**-0.5, latent_dim=512)
+        >>> import jax, jax.numpy as jnp, jattn
+        >>> query = jax.random.normal(jax.random.key(0), (2, 1, 4, 40), "float32")   # of the newest tokens
+        >>> cache = jax.random.normal(jax.random.key(1), (2, 100, 40), "float32")    # with the newest rows in it
+        >>> jattn.mla_decode(query, cache, jnp.array([11, 57]), scale=24**-0.5, latent_dim=32).shape
+        (2, 1, 4, 32)
 
     Source: DeepSeek-V2 (2024); FlashMLA for the rows of 656 bytes.
     """
@@ -246,7 +290,12 @@ def mla_values(latents, weights: MLAWeights):
         ValueError: heads or latents that do not fit.
 
     Example:
-        >>> y = jattn.mla_output(jattn.mla_values(latents, weights), weights)
+        >>> import jax, jax.numpy as jnp, jattn
+        >>> w = jattn.MLAWeights.normal(jax.random.key(0), M=64, Q=48, N=4, H=16, R=8, C=32, D=16)
+        >>> jattn.mla_values(jnp.ones((2, 10, 4, 32), "float32"), w).shape
+        (2, 10, 4, 16)
+
+    Source: DeepSeek-V2 (2024), appendix on absorbed weights.
     """
     latents, (C, N, _) = _check.array(latents, "latents"), weights.value_up.shape
     if latents.shape[-2:] != (N, C):
@@ -266,7 +315,10 @@ def mla_output(values, weights: MLAWeights, x=None):
         ValueError: shapes that do not fit, or an x that is missing or has no use.
 
     Example:
-        >>> y = jattn.mla_output(values, weights, x)
+        >>> import jax, jax.numpy as jnp, jattn
+        >>> w = jattn.MLAWeights.normal(jax.random.key(0), M=64, N=4, H=16, R=8, C=32, D=16, gate=True)
+        >>> jattn.mla_output(jnp.ones((2, 10, 4, 16), "float32"), w, jnp.ones((2, 10, 64), "float32")).shape
+        (2, 10, 64)
 
     Source: Kimi K3 for the gate.
     """
@@ -294,7 +346,9 @@ def pack_latent(latent, key_rope):
         ValueError, TypeError: other shapes or dtypes.
 
     Example:
-        >>> rows = jattn.mla.pack_latent(inputs.latent, inputs.key_rope)
+        >>> import jax.numpy as jnp, jattn
+        >>> jattn.pack_latent(jnp.ones((2, 100, 512)), jnp.ones((2, 100, 64))).shape
+        (2, 100, 656)
 
     Source: FlashMLA, fp8 KV cache of DeepSeek-V3.2.
     """
@@ -306,7 +360,7 @@ def pack_latent(latent, key_rope):
     for name, x in (("latent", latent), ("key_rope", key_rope)):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} must be floating-point, not {x.dtype}")
-    return _formats.pack_latent(latent, key_rope)
+    return jax.jit(_formats.pack_latent)(latent, key_rope)
 
 
 def unpack_latent(rows, dtype=jnp.float32):
@@ -316,14 +370,18 @@ def unpack_latent(rows, dtype=jnp.float32):
         ValueError, TypeError: no uint8 rows of 656 bytes.
 
     Example:
-        >>> rows = jattn.mla.unpack_latent(jattn.mla.pack_latent(latent, key_rope), latent.dtype)
+        >>> import jax.numpy as jnp, jattn
+        >>> jattn.unpack_latent(jattn.pack_latent(jnp.ones((2, 100, 512)), jnp.ones((2, 100, 64)))).shape
+        (2, 100, 576)
+
+    Source: FlashMLA, fp8 KV cache of DeepSeek-V3.2.
     """
     rows = _check.array(rows, "rows")
     if rows.dtype != jnp.uint8:
         raise TypeError(f"rows must be uint8, not {rows.dtype}")
     if rows.shape[-1:] != (_formats.ROW_BYTES,):
         raise ValueError(f"rows have shape {rows.shape}; expected [.., 656]")
-    return _formats.unpack_latent(rows, dtype)
+    return jax.jit(_formats.unpack_latent, static_argnums=1)(rows, jnp.dtype(dtype))
 
 
 def _contiguous(query, rows, lengths, _, cu_seqlens_q, used, **options):

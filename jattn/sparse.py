@@ -52,7 +52,7 @@ def sparse_attention(
     Args:
         query: `[*B, T, N, H]`, any number of batch axes.
         kv: `[*B, S, H]`, or `[S, H]` for all; in the query's dtype, or uint8 `[.., S, 656]`, the rows of
-            `jattn.mla.pack_latent` for H = 576. Used as key with all H channels, and as value with the first D.
+            `jattn.pack_latent` for H = 576. Used as key with all H channels, and as value with the first D.
         indices: int `[*B, T, L]`, rows of `kv` in one batch item.
         scale: number that scores are multiplied by. It is that of the attention before absorption (for DeepSeek-V3
             192 ** -0.5, not 576 ** -0.5), which nothing here could guess.
@@ -146,8 +146,12 @@ def sparse_weights(
         ValueError, TypeError: an argument is wrong. NotImplementedError: a named implementation without a kernel.
 
     Example:
+        >>> import jax, jax.numpy as jnp, jattn
+        >>> kv = jax.random.normal(jax.random.key(0), (100, 64))
+        >>> q, lists = jax.random.normal(jax.random.key(1), (2, 8, 64)), jnp.array([[0, 7, 99], [5, -1, -1]])
         >>> out, lse = jattn.sparse_attention(q, kv, lists, scale=0.1, return_residual=True)
-        >>> target = jattn.sparse_weights(q, kv, lists, lse, scale=0.1)
+        >>> jattn.sparse_weights(q, kv, lists, lse, scale=0.1).sum(-1).round(3).tolist()
+        [8.0, 8.0]
 
     Source: DeepSeek-V3.2 (2025), section on training.
     """
@@ -185,8 +189,11 @@ def page_rows(indices, block_tables, page_size: int):
         ValueError, TypeError: an argument is wrong.
 
     Example:
-        >>> rows = jattn.page_rows(lists, block_tables, 64)                    # pool [P, 64, H]
-        >>> out = jattn.sparse_attention(q, pool.reshape(-1, 576), rows, scale=192**-0.5, value_dim=512)
+        >>> import jax.numpy as jnp, jattn
+        >>> jattn.page_rows(jnp.array([[[0, 17, -1, 99]]]), jnp.array([[5, 2]]), 16)  # rows of pages [P, 16, H]
+        Array([[[80, 33, -1, -1]]], dtype=int32)
+
+    Source: Kwon et al., "PagedAttention" (2023).
     """
     indices, tables = _check.array(indices, "indices"), _check.array(block_tables, "block_tables")
     page_size = positive(page_size, "page_size")

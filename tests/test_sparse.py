@@ -1,6 +1,8 @@
 """`sparse_attention` against the oracle, the cases that broke other libraries, and bits that know of nothing else."""
 
+import doctest
 import functools
+import inspect
 
 import compare
 import jax
@@ -11,6 +13,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jattn
+from jattn import indexer, mla, sparse
 from jattn.indexer import indexer_select
 from jattn.sparse import page_rows, sparse_attention, sparse_weights
 
@@ -536,6 +540,22 @@ def test_memory_is_bounded():
     index = S((T, 8, 128), bf16), S((keys, 128), bf16), S((T, 8), "float32")
     compiled = jax.jit(layer).lower(*index, S((T, 8, 576), bf16), S((keys, 576), bf16), S((T,), "int32")).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2**29
+
+
+@pytest.mark.parametrize("module", [indexer, mla, sparse])
+def test_examples_run(module, monkeypatch):
+    names = {name: getattr(m, name) for m in (indexer, mla, sparse) for name in m.__all__}
+    for name, thing in names.items():
+        monkeypatch.setattr(jattn, name, thing, raising=False)
+    examples = doctest.DocTestFinder(exclude_empty=True)
+    for name in module.__all__:
+        thing = getattr(module, name)
+        doc = inspect.getdoc(thing)
+        assert "[" in doc and "Source" in doc, name
+        if inspect.isfunction(thing):
+            assert "Raises:" in doc and "Example" in doc, name
+        for example in examples.find(thing, name, module=False, globs={}):
+            assert not doctest.DocTestRunner().run(example).failed
 
 
 @pytest.mark.gpu
