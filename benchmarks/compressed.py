@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks import timing
 from benchmarks.sparse import AGREEMENT, MEMORY, TENSOR
-from jattn.compressed import Index, Source, csa_attention, grouped_output, hca_attention
+from jattn.compressed import EntryIndex, EntrySource, csa_attention, grouped_output, hca_attention
 from jattn.compressed_cache import CompressedCache
 from jattn.compressed_tokens import compress
 
@@ -191,7 +191,7 @@ def _source(stage, number, c):
     """float32, as checkpoints want the projections of a compressor."""
     width = c * (2 if stage.overlap else 1)
     u, z = (_normal(number + i, stage.B, stage.T, width) for i in (0, 1))
-    return Source(u, z, _normal(number + 2, stage.m, width), 1 + _normal(number + 3, c) / 8)
+    return EntrySource(u, z, _normal(number + 2, stage.m, width), 1 + _normal(number + 3, c) / 8)
 
 
 def _compress(stage, dtype):
@@ -228,7 +228,7 @@ def _attention(stage, dtype):
     if stage.op == "csa_attention":
         query = _normal(4, *lead, stage.index_heads, stage.index_dim, dtype=dtype)
         weights = _normal(5, *lead, stage.index_heads)
-        layer.append(Index(query, weights, _source(stage, 20, stage.index_dim)))
+        layer.append(EntryIndex(query, weights, _source(stage, 20, stage.index_dim)))
         run = functools.partial(csa_attention, top_k=stage.top_k, **options)
     else:
         run = functools.partial(hca_attention, **options)

@@ -26,12 +26,12 @@ from jattn.compressed_tokens import Rotary, checked_state, checked_tokens, compr
 from jattn.indexer import indexer_select
 from jattn.sparse import sparse_attention
 
-__all__ = ["Index", "Source", "csa_attention", "grouped_output", "hca_attention", "window_indices"]
+__all__ = ["EntryIndex", "EntrySource", "csa_attention", "grouped_output", "hca_attention", "window_indices"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Source:
+class EntrySource:
     """What entries are made of: the arguments of `compress`. A pytree.
 
     u, z: `[B, T, C]`, or packed `[T, C]`: the projections of the new tokens, C = 2c if entries overlap and c if not.
@@ -46,24 +46,24 @@ class Source:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Index:
+class EntryIndex:
     """The indexer's share of a CSA layer. A pytree.
 
     query: `[B, T, J, c]`, or packed `[T, J, c]`: J index heads, not rotated yet.
     weights: `[B, T, J]`, or packed `[T, J]`; may be negative; all constant factors (c ** -0.5 · J ** -0.5) belong in
     them, as in `indexer_logits`.
-    source: `Source` of entries of c channels, in the same blocks as the layer's own.
+    source: `EntrySource` of entries of c channels, in the same blocks as the layer's own.
     """
 
     query: Any
     weights: Any
-    source: Source
+    source: EntrySource
 
 
 def csa_attention(
     query,
     kv,
-    source: Source,
+    source: EntrySource,
     index,
     cache: CompressedCache | None = None,
     *,
@@ -87,12 +87,12 @@ def csa_attention(
     Args:
         query: `[B, T, N, D]`, normalised, not rotated; or packed `[T, N, D]` with `cu_seqlens`.
         kv: `[B, T, D]` or packed `[T, D]`, normalised, not rotated; in the query's dtype.
-        source: `Source` of entries of D channels, overlapping: u and z have 2D.
-        index: an `Index`; or int `[B, T, L]` (packed `[T, L]`), numbers of entries in their sequence. What is not
+        source: `EntrySource` of entries of D channels, overlapping: u and z have 2D.
+        index: an `EntryIndex`; or int `[B, T, L]` (packed `[T, L]`), numbers of entries in their sequence. What is not
             visible there, or negative, is left out; what occurs twice counts twice.
         cache: a `CompressedCache`, or None. Not for packed sequences.
         scale: number that scores are multiplied by, D ** -0.5 in DeepSeek-V4.
-        top_k: entries to pick; only with an `Index`.
+        top_k: entries to pick; only with an `EntryIndex`.
         window: tokens that are seen raw, the query's own included.
         sinks: floating-point `[N]`, a logit for each head that joins the denominator; not scaled.
         rotary: rotates queries, keys and index queries by their positions, entries by those of their first tokens, and
@@ -130,7 +130,7 @@ def csa_attention(
 def hca_attention(
     query,
     kv,
-    source: Source,
+    source: EntrySource,
     cache: CompressedCache | None = None,
     *,
     scale: float,
@@ -148,14 +148,14 @@ def hca_attention(
 
     Args:
         query, kv: as in `csa_attention`.
-        source: `Source` of entries of D channels, not overlapping: u and z have D. m is 128 in DeepSeek-V4.
+        source: `EntrySource` of entries of D channels, not overlapping: u and z have D. m is 128 in DeepSeek-V4.
         cache: a `CompressedCache` with `overlap=False`, or None. Lists have a slot for each entry that there is room
             for, so that bits depend on its capacity in steps of 64 entries.
         scale, window, sinks, rotary, eps, seq_lengths, cu_seqlens, return_residual: as in `csa_attention`.
 
     Returns:
-        As `csa_attention`: out `[B, T, N, D]` and, with `return_residual`, lse `[B, T, N]`; with a cache a pair of that
-        and the cache.
+        As `csa_attention`: out `[B, T, N, D]` in the query's dtype and, with `return_residual`, lse `[B, T, N]`; with a
+        cache a pair of that and the cache.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it, its dimension and its value.
@@ -273,9 +273,9 @@ class _Layer:
         return (query[None], kv[None]) if self.packed else (query, kv)
 
     def _source(self, source, D, of):
-        """A `Source` that fits the query, whose entries have D channels."""
-        if not isinstance(source, Source):
-            raise TypeError(f"{of[:-1]} must be a Source, not {type(source).__name__}")
+        """An `EntrySource` that fits the query, whose entries have D channels."""
+        if not isinstance(source, EntrySource):
+            raise TypeError(f"{of[:-1]} must be an EntrySource, not {type(source).__name__}")
         tokens = self.query.shape[1:2] if self.packed else self.query.shape[:2]
         u, z, ape, norm = checked_tokens(source.u, source.z, source.ape, source.norm, self.overlap, of)
         if u.shape[:-1] != tokens:
@@ -284,7 +284,7 @@ class _Layer:
         if u.shape[-1] != want:
             kind = "overlapping entries" if self.overlap else "entries"
             raise ValueError(f"{of}u has C={u.shape[-1]} channels; {kind} of D={D} need {want}")
-        return Source(u, z, ape, norm)
+        return EntrySource(u, z, ape, norm)
 
     def _check_cache(self, B, D):
         cache = self.cache
@@ -366,10 +366,10 @@ class _Layer:
         """Numbers of the entries that each query attends to, int32 `[B, T, L]`."""
         low = jnp.broadcast_to(self.first_entry, self.positions.shape)
         high = low + jnp.where(self.live, visible_entries(self.positions, self.ratio), 0)
-        if not isinstance(index, Index):
+        if not isinstance(index, EntryIndex):
             return self._given(index, top_k, low, high)
         if top_k is None:
-            raise ValueError("top_k=None must be an int where index is an Index")
+            raise ValueError("top_k=None must be an int where index is an EntryIndex")
         query, weights, source, keys = self._index(index, index_format)
         query = _cache.encode_index(self._turned(query), index_format)
         lists, _ = indexer_select(query, keys, weights, top_k, low, high, score_dtype=score_dtype)
@@ -408,9 +408,9 @@ class _Layer:
     def _given(self, lists, top_k, low, high):
         lists = _check.array(lists, "index")
         if not jnp.issubdtype(lists.dtype, jnp.integer):
-            raise TypeError(f"index must be an Index or integers, not {lists.dtype}")
+            raise TypeError(f"index must be an EntryIndex or integers, not {lists.dtype}")
         if top_k is not None:
-            raise ValueError(f"top_k={top_k} is for an Index; index gives lists already")
+            raise ValueError(f"top_k={top_k} is for an EntryIndex; index gives lists already")
         lists = lists[None] if self.packed else lists
         if lists.ndim != 3 or lists.shape[:2] != self.positions.shape:
             raise ValueError(f"index has shape {lists.shape}; expected {(*self.positions.shape, 'L')} of query")

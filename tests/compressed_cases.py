@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jattn.compressed import Index, Source, csa_attention, hca_attention
+from jattn.compressed import EntryIndex, EntrySource, csa_attention, hca_attention
 from jattn.compressed_cache import CompressedCache
 from jattn.compressed_tokens import Rotary
 
@@ -23,7 +23,7 @@ def source(rng, kind, c, B, T, dtype="float32"):
     weights = "float64" if dtype == "float64" else "float32"
     u, z = rng.standard_t(3, (B, T, width)), 2 * rng.standard_normal((B, T, width))
     ape, norm = rng.standard_normal((m, width)), 1 + 0.3 * rng.standard_normal(c)
-    return Source(u.astype(dtype), z.astype(dtype), ape.astype(weights), norm.astype(weights))
+    return EntrySource(u.astype(dtype), z.astype(dtype), ape.astype(weights), norm.astype(weights))
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def draw(kind, B=B, T=T, dtype="float32", seed=0):
     own, index = source(rng, kind, D, B, T, dtype), None
     if kind == "CSA":
         q, w = rng.standard_normal((B, T, J, C)), rng.standard_normal((B, T, J))
-        index = Index(q.astype(dtype), w.astype(dtype), source(rng, kind, C, B, T, dtype))
+        index = EntryIndex(q.astype(dtype), w.astype(dtype), source(rng, kind, C, B, T, dtype))
     return query, kv, own, index
 
 
@@ -47,7 +47,7 @@ def compiled(kind, **options):
 
     def run(query, kv, own, index, cache, sinks, top_k=TOP, **more):
         picked = (index,) if kind == "CSA" else ()
-        more |= dict(top_k=top_k) if isinstance(index, Index) else {}
+        more |= dict(top_k=top_k) if isinstance(index, EntryIndex) else {}
         return call(query, kv, own, *picked, cache, sinks=sinks, **options, **more)
 
     return jax.jit(run, static_argnames="top_k")

@@ -35,7 +35,7 @@ def softmax(scores, axis):
 
 
 @dataclasses.dataclass
-class Source:
+class EntrySource:
     """What is compressed: u, z [.., S, C], ape [.., m, C], norm [.., c] or None."""
 
     u: Any
@@ -69,12 +69,12 @@ def entries(source, angles=(), eps=1e-6):
 
 
 @dataclasses.dataclass
-class Index:
+class EntryIndex:
     """query [.., T, J, c], weights [.., T, J], source."""
 
     query: Any
     weights: Any
-    source: Source
+    source: EntrySource
 
 
 def scores(query, weights, keys):
@@ -94,8 +94,8 @@ class Layer:
 
     query: Any
     kv: Any
-    source: Source
-    index: Index | None = None
+    source: EntrySource
+    index: EntryIndex | None = None
     sinks: Any = None
     scale: float = 1.0
     window: int = 128

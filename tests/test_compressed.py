@@ -37,7 +37,7 @@ from compressed_cases import (
 )
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jattn.compressed import Index, Source, csa_attention, grouped_output, hca_attention, window_indices
+from jattn.compressed import EntryIndex, EntrySource, csa_attention, grouped_output, hca_attention, window_indices
 from jattn.compressed_cache import CompressedCache
 
 
@@ -50,10 +50,10 @@ def problem(kind, inputs, b, sinks=SINKS, **more):
     query, kv, own, index = inputs
 
     def of(s):
-        return oracle.Source(wide(s.u[b]), wide(s.z[b]), wide(s.ape), wide(s.norm), OVERLAP[kind])
+        return oracle.EntrySource(wide(s.u[b]), wide(s.z[b]), wide(s.ape), wide(s.norm), OVERLAP[kind])
 
-    if isinstance(index, Index):
-        index = oracle.Index(wide(index.query[b]), wide(index.weights[b]), of(index.source))
+    if isinstance(index, EntryIndex):
+        index = oracle.EntryIndex(wide(index.query[b]), wide(index.weights[b]), of(index.source))
     options = dict(scale=SCALE, window=WINDOW, top_k=TOP, angles=ANGLES) | more
     return oracle.Layer(wide(query[b]), wide(kv[b]), of(own), index, wide(sinks), **options)
 
@@ -143,7 +143,7 @@ def test_gradients_are_those_of_the_definition(kind):
         one = {
             n: x[:, 0] if n in batched and x.ndim > batched[n] else x[0] if n in batched else x for n, x in d.items()
         }
-        whole = oracle.Source(one["u"], one["z"], one["ape"], one["norm"], OVERLAP[kind])
+        whole = oracle.EntrySource(one["u"], one["z"], one["ape"], one["norm"], OVERLAP[kind])
         layer = oracle.Layer(one["query"], one["kv"], whole, None, one["sinks"], SCALE, WINDOW, TOP, ANGLES)
         out, lse = oracle.forward(layer, selected)
         return (out * dout[0]).sum((-1, -2, -3)) + (lse * dlse[0]).sum((-1, -2))
@@ -158,7 +158,7 @@ def test_gradients_are_those_of_the_definition(kind):
         return jax.jit(jax.grad(total))(inputs)
 
     def op(query, kv, u, z, ape, norm, sinks, index):
-        return compiled(kind)(query, kv, Source(u, z, ape, norm), index, None, sinks)
+        return compiled(kind)(query, kv, EntrySource(u, z, ape, norm), index, None, sinks)
 
     got = pull(op, inputs | dict(index=index))
     assert not any(np.any(g) for g in jax.tree.leaves(got.pop("index")))  # nothing flows through the selection
@@ -292,7 +292,7 @@ def test_prompts_shorter_than_a_block_see_the_window_alone(kind):
     """No entry for S < m; at S = m the last query sees entry 0, and only it does."""
     m, inputs = RATIO[kind], draw(kind)
     other = jax.tree.map(lambda x: x, inputs)
-    own = Source(inputs[2].u * -2 + 1, inputs[2].z, inputs[2].ape, inputs[2].norm)
+    own = EntrySource(inputs[2].u * -2 + 1, inputs[2].z, inputs[2].ape, inputs[2].norm)
     other = (inputs[0], inputs[1], own, inputs[3])
     for n in (1, m - 1, m, m + 1):
         a, b = (run(kind, chunk(x, 0, n), lengths=[n] * B)[0] for x in (inputs, other))
@@ -312,11 +312,11 @@ def test_ties_go_to_the_lower_entry():
     u[..., C:] = marks[..., None] * np.eye(C, dtype=np.float32)[0]
     ape = np.zeros_like(index.source.ape)
     ape[:, :C] = -1e9  # the block before has no weight
-    keys = Source(u, np.zeros_like(index.source.z), ape, np.ones_like(index.source.norm))
+    keys = EntrySource(u, np.zeros_like(index.source.z), ape, np.ones_like(index.source.norm))
     q = np.zeros_like(index.query)
     q[..., 0] = np.where(np.arange(T)[:, None] % 3 == 0, -1, 1)  # who sees 0 where others see 1
     w = np.broadcast_to(np.where(np.arange(T) % 2, 1, -1)[:, None].astype(np.float32), index.weights.shape)
-    planted = Index(q, w, keys)
+    planted = EntryIndex(q, w, keys)
     lists = []
     for b in range(B):
         scores = w[b, :, :1] * J * np.maximum(q[b, :, :1, 0] * marks[b, ::4], 0)
@@ -405,7 +405,14 @@ def test_a_decode_loop_is_one_scan():
     def step(cache, x):
         query, kv, u, z = (a[:, None] for a in x)
         return hca_attention(
-            query, kv, Source(u, z, own.ape, own.norm), cache, scale=SCALE, window=WINDOW, rotary=ROTARY, sinks=SINKS
+            query,
+            kv,
+            EntrySource(u, z, own.ape, own.norm),
+            cache,
+            scale=SCALE,
+            window=WINDOW,
+            rotary=ROTARY,
+            sinks=SINKS,
         )[::-1]
 
     xs = [np.moveaxis(a, 1, 0) for a in (query, kv, own.u, own.z)]
@@ -419,7 +426,12 @@ def test_vmap_is_the_loop():
 
     def one(query, kv, u, z):
         return hca_attention(
-            query[None], kv[None], Source(u[None], z[None], own.ape, own.norm), scale=SCALE, window=WINDOW, sinks=SINKS
+            query[None],
+            kv[None],
+            EntrySource(u[None], z[None], own.ape, own.norm),
+            scale=SCALE,
+            window=WINDOW,
+            sinks=SINKS,
         )[0]
 
     got = jax.jit(jax.vmap(one))(query, kv, own.u, own.z)
@@ -430,7 +442,7 @@ def test_vmap_is_the_loop():
 def test_many_queries_and_long_caches_lower():
     """70,000 rows; caches of a million tokens whose arrays have more than 2^31 bytes and elements."""
     f = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)  # noqa: E731
-    own = Source(f(1, 70_000, 24), f(1, 70_000, 24), f(4, 24), f(12))
+    own = EntrySource(f(1, 70_000, 24), f(1, 70_000, 24), f(4, 24), f(12))
     lists = jax.ShapeDtypeStruct((1, 70_000, 4), jnp.int32)
     call = functools.partial(csa_attention, scale=1.0, window=8)
     jax.jit(call).lower(f(1, 70_000, 2, 12), f(1, 70_000, 12), own, lists)
@@ -441,8 +453,10 @@ def test_many_queries_and_long_caches_lower():
         cache = jax.eval_shape(functools.partial(make, kv_format=kv_format, index_format=index_format))
         largest = max(x.size for x in jax.tree.leaves(cache))
         assert largest > 2**31
-        index = Index(f(17, 1, 64, 128), f(17, 1, 64), Source(f(17, 1, 256), f(17, 1, 256), f(4, 256), f(128)))
-        own = Source(f(17, 1, 1024), f(17, 1, 1024), f(4, 1024), f(512))
+        index = EntryIndex(
+            f(17, 1, 64, 128), f(17, 1, 64), EntrySource(f(17, 1, 256), f(17, 1, 256), f(4, 256), f(128))
+        )
+        own = EntrySource(f(17, 1, 1024), f(17, 1, 1024), f(4, 1024), f(512))
         call = functools.partial(csa_attention, scale=1.0, top_k=512, index_format=index_format)
         jax.jit(call).lower(f(17, 1, 4, 512), f(17, 1, 512), own, index, cache)
 
@@ -456,7 +470,7 @@ def test_shard_map_with_varying_axes_checked():
 
     def call(query, kv, u, z, ape, norm, sinks, cache):
         options = dict(scale=SCALE, window=WINDOW, rotary=ROTARY, sinks=sinks)
-        return hca_attention(query, kv, Source(u, z, ape, norm), cache, **options)[0]
+        return hca_attention(query, kv, EntrySource(u, z, ape, norm), cache, **options)[0]
 
     specs = (*[batch] * 4, *[PartitionSpec()] * 3, batch)
     sharded = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=batch)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from jattn.compressed import Index, Source, csa_attention, grouped_output, hca_attention
+from jattn.compressed import EntryIndex, EntrySource, csa_attention, grouped_output, hca_attention
 from jattn.compressed_cache import CompressedCache
 from jattn.compressed_tokens import Rotary, YarnScaling
 
@@ -85,7 +85,7 @@ def ours(kind, module, x, chunks, rotary):
 
     def source(x, at):
         u, z = x @ w[at + "kv_proj.weight"].T, x @ w[at + "gate_proj.weight"].T
-        return Source(u, z, w[at + "position_bias"], w[at + "kv_norm.weight"])
+        return EntrySource(u, z, w[at + "position_bias"], w[at + "kv_norm.weight"])
 
     def inputs(x):
         latent = norm(x @ w["q_a_proj.weight"].T, w["q_a_norm.weight"])
@@ -96,7 +96,7 @@ def ours(kind, module, x, chunks, rotary):
             at = "compressor.indexer."
             q = (latent @ w[at + "q_b_proj.weight"].T).reshape(B, -1, J, C)
             weights = x @ w[at + "scorer.weights_proj.weight"].T * np.float32((J * C) ** -0.5)
-            found.append(Index(q, weights, source(x, at)))
+            found.append(EntryIndex(q, weights, source(x, at)))
         return found
 
     options = dict(scale=D**-0.5, window=WINDOW, sinks=w["sinks"], rotary=rotary)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from compressed_cases import SINKS, J, N, chunk, draw, empty, equal, host, run, tokens
 
-from jattn.compressed import Index, Source, csa_attention, hca_attention
+from jattn.compressed import EntryIndex, EntrySource, csa_attention, hca_attention
 from jattn.compressed_cache import CompressedCache, Rows584
 from jattn.compressed_tokens import CompressState, Rotary
 
@@ -77,9 +77,9 @@ def wide_inputs(kind):
         return rng.standard_normal(shape).astype(np.float32)
 
     def own(c):
-        return Source(f(2, T, c * halves), f(2, T, c * halves), f(m, c * halves), 1 + f(c))
+        return EntrySource(f(2, T, c * halves), f(2, T, c * halves), f(m, c * halves), 1 + f(c))
 
-    index = Index(f(2, T, J, CI), f(2, T, J), own(CI)) if kind == "CSA" else None
+    index = EntryIndex(f(2, T, J, CI), f(2, T, J), own(CI)) if kind == "CSA" else None
     return f(2, T, N, D), 3 * f(2, T, D), own(D), index
 
 
@@ -192,14 +192,15 @@ def test_states_that_cannot_be_are_refused():
 
 
 F = functools.partial(np.zeros, dtype=np.float32)
-OWN = Source(F((2, 9, 24)), F((2, 9, 24)), F((4, 24)), F(12))
+OWN = EntrySource(F((2, 9, 24)), F((2, 9, 24)), F((4, 24)), F(12))
 CALL = dict(
     query=F((2, 9, 3, 12)), kv=F((2, 9, 12)), source=OWN,
-    index=Index(F((2, 9, 2, 8)), F((2, 9, 2)), Source(F((2, 9, 16)), F((2, 9, 16)), F((4, 16)))), scale=1.0, top_k=2,
+    index=EntryIndex(F((2, 9, 2, 8)), F((2, 9, 2)), EntrySource(F((2, 9, 16)), F((2, 9, 16)), F((4, 16)))),
+    scale=1.0, top_k=2,
 )  # fmt: skip
 CACHE = CompressedCache.zeros(2, 40, 12, ratio=4, overlap=True, index_dim=8)
 PACKED = dict(
-    query=F((9, 3, 12)), kv=F((9, 12)), source=Source(F((9, 24)), F((9, 24)), F((4, 24))), top_k=None,
+    query=F((9, 3, 12)), kv=F((9, 12)), source=EntrySource(F((9, 24)), F((9, 24)), F((4, 24))), top_k=None,
     index=np.zeros((9, 2), np.int32), cu_seqlens=[0, 9],
 )  # fmt: skip
 
@@ -213,23 +214,23 @@ VALUE_ERRORS = {
     r"kv has shape \(2, 9, 13\); expected \(2, 9, 12\)": dict(kv=F((2, 9, 13))),
     r"kv has shape \(2, 8, 12\)": dict(kv=F((2, 8, 12))),
     r"source.u has shape \(2, 8, 24\); expected \(2, 9, 'C'\)": dict(
-        source=Source(F((2, 8, 24)), F((2, 8, 24)), F((4, 24)))
+        source=EntrySource(F((2, 8, 24)), F((2, 8, 24)), F((4, 24)))
     ),
     "source.u has C=12 channels; overlapping entries of D=12 need 24": dict(
-        source=Source(F((2, 9, 12)), F((2, 9, 12)), F((4, 12)))
+        source=EntrySource(F((2, 9, 12)), F((2, 9, 12)), F((4, 12)))
     ),
     "source.ape has C=23 channels": dict(source=dataclasses.replace(OWN, ape=F((4, 23)))),
     "source.norm has shape": dict(source=dataclasses.replace(OWN, norm=F(24))),
     r"index.query has shape \(2, 8, 2, 8\)": indexed(query=F((2, 8, 2, 8))),
     r"index.weights have shape \(2, 9, 3\)": indexed(weights=F((2, 9, 3))),
     "index.source.u has C=18 channels; overlapping entries of D=8 need 16": indexed(
-        source=Source(F((2, 9, 18)), F((2, 9, 18)), F((4, 18)))
+        source=EntrySource(F((2, 9, 18)), F((2, 9, 18)), F((4, 18)))
     ),
     "index.source.ape has m=8 rows; source.ape has m=4": indexed(
-        source=Source(F((2, 9, 16)), F((2, 9, 16)), F((8, 16)))
+        source=EntrySource(F((2, 9, 16)), F((2, 9, 16)), F((8, 16)))
     ),
     "top_k=None must be an int": dict(top_k=None),
-    "top_k=2 is for an Index": dict(index=np.zeros((2, 9, 3), np.int32)),
+    "top_k=2 is for an EntryIndex": dict(index=np.zeros((2, 9, 3), np.int32)),
     r"index has shape \(2, 8, 3\)": dict(index=np.zeros((2, 8, 3), np.int32), top_k=None),
     "window=0 must be an int >= 1": dict(window=0),
     "seq_lengths=": dict(seq_lengths=[10, 1]),
@@ -263,9 +264,9 @@ def test_refused(message):
 
 TYPE_ERRORS = {
     "kv dtype float16 must equal query's float32": dict(kv=F((2, 9, 12)).astype(np.float16)),
-    "source must be a Source, not tuple": dict(source=(1, 2)),
+    "source must be an EntrySource, not tuple": dict(source=(1, 2)),
     "source.u must be floating-point": dict(source=dataclasses.replace(OWN, u=np.zeros((2, 9, 24), np.int32))),
-    "index must be an Index or integers, not float32": dict(index=F((2, 9, 3)), top_k=None),
+    "index must be an EntryIndex or integers, not float32": dict(index=F((2, 9, 3)), top_k=None),
     "index.query dtype float16": indexed(query=F((2, 9, 2, 8)).astype(np.float16)),
     "cache must be a CompressedCache": dict(cache=(1,)),
     "cache.window dtype bfloat16 must equal query's float32": dict(

@@ -39,7 +39,7 @@ def run(kind, u, z, ape, norm, state=None, **more):
 
 def truth(kind, u, z, ape, norm=None, angles=ANGLES):
     wide = [np.asarray(x, np.float64) for x in (u, z, ape)] + [None if norm is None else np.asarray(norm, np.float64)]
-    return oracle.entries(oracle.Source(*wide, KINDS[kind][1]), angles)
+    return oracle.entries(oracle.EntrySource(*wide, KINDS[kind][1]), angles)
 
 
 def dense(kind, u, z, ape, norm, rotary=ROTARY):
@@ -73,7 +73,7 @@ def test_gradients_are_those_of_the_definition(kind):
 
     def loss(d):
         lead = [d[n][:, 0] if d[n].ndim > 3 else d[n][0] for n in ("u", "z")]
-        found = oracle.entries(oracle.Source(*lead, d["ape"], d["norm"][..., :], KINDS[kind][1]), ANGLES)
+        found = oracle.entries(oracle.EntrySource(*lead, d["ape"], d["norm"][..., :], KINDS[kind][1]), ANGLES)
         return (found * cotangent[0]).sum((-1, -2))
 
     want = oracle.gradients(loss, {n: np.asarray(x, np.float64) for n, x in inputs.items()})
