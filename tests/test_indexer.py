@@ -308,8 +308,7 @@ def test_more_slots_than_keys():
 chosen = jax.jit(indexer_select, static_argnums=3, static_argnames="score_dtype")
 
 
-@pytest.mark.parametrize("score_dtype", ["float32", "bfloat16"])
-def test_select_is_both_in_one(score_dtype):
+def test_select_is_both_in_one(score_dtype="bfloat16"):
     """In pieces, with the bits of scores that exist at once: 2100 keys, in blocks of which some are never seen."""
     q, k, w = operands(B=1, T=40, N=2, S=2100, seed=3)
     low = np.int32([[0] * 20 + [1500] * 20])
@@ -373,8 +372,7 @@ def test_decoding_is_the_last_row_of_prefill():
 # Training.
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_scores_at_listed_keys(dtype):
+def test_scores_at_listed_keys(dtype="float32"):
     """Values and gradients, with slots that repeat, are empty, or name keys that others name too."""
     q, k, w = operands(dtype=dtype)
     rng = np.random.default_rng(4)

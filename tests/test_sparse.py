@@ -360,7 +360,7 @@ def row_bits(q, kv, indices, sinks):
     return attend(q, kv, indices, sinks=sinks, value_dim=16)
 
 
-@pytest.mark.parametrize("dtype, sizes", [("float32", (2, 3, 7, 64, 133, 300)), ("bfloat16", (3, 133))])
+@pytest.mark.parametrize("dtype, sizes", [("float32", (2, 3, 7, 64, 133, 300)), ("bfloat16", (3,))])
 def test_a_row_knows_of_no_other(dtype, sizes):
     """The bits of one row: alone, in batches of any size, at any place, as one of several queries, beside anything."""
     q, kv, indices = (x.astype(dtype) if x.dtype == np.float32 else x for x in VICTIM.values())
