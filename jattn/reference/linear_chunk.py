@@ -25,7 +25,7 @@ from jax import lax
 
 from jattn.reference.linear_operands import Operands, einsum
 from jattn.reference.linear_scores import (
-    Sums,
+    after,
     at_and_after,
     before,
     decays,
@@ -34,7 +34,7 @@ from jattn.reference.linear_scores import (
     inverse_backward,
     scores,
     scores_backward,
-    sums,
+    upto,
 )
 
 
@@ -51,23 +51,18 @@ class Saved:
 class Decay:
     """The decays of a span of chunks; with runs, of the run that an entering state or a leaving one belongs to."""
 
-    G: Sums  # [B, N, s, C, H or 1]
     E: Any  # [B, N, s, C, H or 1]
-    R: Any
+    R: Any  # [B, N, s, C, H or 1]
     last: Any  # exp(G_C), [B, N, s, 1, H or 1]
     gamma: Any  # [B, N, s, C, C], or None for decays by channel
 
     @classmethod
     def make(cls, x: Operands, runs):
-        G = sums(x.g, runs)
-        end = G[..., -1:, :]
-        E, R, last = jnp.exp(G.value()), jnp.exp(end - G), jnp.exp(end.value())
+        E, R = jnp.exp(upto(x.g)), jnp.exp(after(x.g))
         if runs is not None:
-            runs_end = runs[..., -1:]
             E = jnp.where(runs[..., None] == 0, E, 0)
-            R = jnp.where((runs == runs_end)[..., None], R, 0)
-            last = jnp.where(runs_end[..., None] == 0, last, 0)
-        return cls(G, E, R, last, decays(G, runs) if x.g.shape[-1] == 1 else None)
+            R = jnp.where((runs == runs[..., -1:])[..., None], R, 0)
+        return cls(E, R, E[..., -1:, :], decays(x.g, runs) if x.g.shape[-1] == 1 else None)
 
 
 def forward(x: Operands, runs, walk, carry, chunks, storage):
@@ -101,8 +96,8 @@ def _matrices(x, decay, runs):
     """A, what is saved of the inverse, and T; the latter two None without the delta rule."""
     if decay.gamma is None:
         if x.beta is None:
-            return scores(x.q, x.k, decay.G, runs), None, None
-        A, P = scores(jnp.stack([x.q, x.k]), x.k, decay.G, runs)
+            return scores(x.q, x.k, x.g, runs), None, None
+        A, P = scores(jnp.stack([x.q, x.k]), x.k, x.g, runs)
         T = inverse(jnp.tril(x.beta * P, -1))
         return A, T, T
     A = einsum("...ih,...jh->...ij", x.q, x.k) * decay.gamma
@@ -188,11 +183,11 @@ def _gradients(x, runs, decay, A, inverse_, T, S, D, du, dout):
 def _within_by_channel(x, runs, decay, A, T, dA, dT):
     """Gradients through the scores of a chunk: (dq, dk, dbeta, dg)."""
     if dT is None:
-        dq, dk, dg = scores_backward(dA, x.q, x.k, decay.G, runs)
+        dq, dk, dg = scores_backward(dA, x.q, x.k, x.g, runs)
         return dq, dk, None, dg
     dL = inverse_backward(dT, T)
     rows = jnp.stack([x.q, x.beta * x.k])
-    (dq, r), dk, dg = scores_backward(jnp.stack([dA, dL]), rows, x.k, decay.G, runs)
+    (dq, r), dk, dg = scores_backward(jnp.stack([dA, dL]), rows, x.k, x.g, runs)
     return dq, dk[0] + dk[1] + x.beta * r, jnp.sum(r * x.k, axis=-1, keepdims=True), dg[0] + dg[1]
 
 

@@ -1,79 +1,54 @@
 """Products of decayed rows within a chunk, exact for any decay, and the inverse that the delta rule needs.
 
-    P_ij = Σ_c x_ic k_jc exp(G_ic − G_jc),  j ≤ i           G: sums of the log decay since the chunk began
+    P_ij = Σ_c x_ic k_jc exp(g_(j+1)c + ... + g_ic),  j ≤ i
 
-As a product of matrices, exp(G_i − G_j) must be exp(G_i − a) · exp(a − G_j) with one anchor a for all i and j of it.
-Any anchor at the start or in the middle of a chunk overflows once the gates are strong enough. So the triangle is cut
-in two again and again:
+As a product of matrices, the exponential must be split at one anchor a for all i and j of it, into what follows a and
+what precedes it. Any anchor at the start or in the middle of a chunk overflows once the gates are strong enough. So the
+triangle is cut in two again and again:
 
     P = [[P₁, 0], [Q, P₂]]        Q anchored at the last row of P₁: both exponents are sums of log decays, hence ≤ 0
 
 which takes C log₂ C exponentials a channel and half the products of the square, has no future token in any row, and
-lends its shape to the inverse: inv [[A, 0], [X, B]] = [[A⁻¹, 0], [−B⁻¹ X A⁻¹, B⁻¹]].
+lends its shape to the inverse: inv [[A, 0], [X, B]] = [[A⁻¹, 0], [−B⁻¹ X A⁻¹, B⁻¹]]. The decay between two tokens is
+summed between them, never the difference of two longer sums: after one exp(−1000) that would be off by four digits.
 """
-
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jattn.reference.linear_operands import einsum
 
-_FORGOTTEN = -(2.0**14)  # exp of it is 0 in every dtype; sums of 64 such numbers on the grid below are exact
-_GRID = 16
 
-
-class Sums(NamedTuple):
-    """Running sums of the log decay over a chunk, as hi + lo.
-
-    hi holds the multiples of 1/16, whose sums and differences are exact; lo, the rest, stays below 2. In one float32
-    number, one decay of exp(-1000) would cost the later differences in its chunk four digits.
-    """
-
-    hi: Any  # [..., C, H or 1]
-    lo: Any
-
-    def __sub__(self, other):
-        return (self.hi - other.hi) + (self.lo - other.lo)
-
-    def __getitem__(self, index):
-        return Sums(self.hi[index], self.lo[index])
-
-    def map(self, fn):
-        return Sums(fn(self.hi), fn(self.lo))
-
-    def value(self):
-        return self.hi + self.lo
-
-
-def sums(g, runs) -> Sums:
-    """Running sums of g `[..., C, H or 1]`, anew in each run (int `[..., C]`, not decreasing; None is one run)."""
-    g = jnp.maximum(g, jnp.asarray(_FORGOTTEN, g.dtype))
-    hi = jnp.round(g * _GRID) / _GRID
-    seen = _seen(g.shape[-2], runs, g.dtype)
-    return Sums(einsum("...ij,...jh->...ih", seen, hi), einsum("...ij,...jh->...ih", seen, g - hi))
-
-
-def at_and_after(x):
-    """Σ_{i ≥ s} x_i for each row s of [..., C, h]: the gradient of g_s from those of sums that start before it."""
-    return einsum("is,...ih->...sh", jnp.tril(jnp.ones((x.shape[-2],) * 2, x.dtype)), x)
+def upto(x):
+    """Σ_{s ≤ i} x_s for each row i of [..., C, h]."""
+    return _summed(x, lambda ones: jnp.tril(ones))
 
 
 def before(x):
-    """Σ_{j < s} x_j for each row s of [..., C, h]: the gradient of g_s from those of sums that end behind it."""
-    return einsum("sj,...jh->...sh", jnp.tril(jnp.ones((x.shape[-2],) * 2, x.dtype), -1), x)
+    """Σ_{s < i} x_s: the gradient of g from those of sums that end behind it."""
+    return _summed(x, lambda ones: jnp.tril(ones, -1))
 
 
-def _seen(C, runs, dtype):
-    """[..., C, C]: 1 where column j is not after row i and in its run."""
-    seen = jnp.tril(jnp.ones((C, C), bool))
-    return (seen if runs is None else seen & (runs[..., :, None] == runs[..., None, :])).astype(dtype)
+def at_and_after(x):
+    """Σ_{s ≥ i} x_s: the gradient of g from those of sums that start before it."""
+    return _summed(x, lambda ones: jnp.triu(ones))
 
 
-def decays(G: Sums, runs):
-    """[..., C, C]: exp(G_i − G_j) for j ≤ i in one run, else 0, from sums `[..., C, 1]`."""
-    columns = G.map(lambda x: jnp.swapaxes(x, -1, -2))
-    seen = _seen(G.hi.shape[-2], runs, jnp.bool_)
-    return jnp.exp(jnp.where(seen, G - columns, -jnp.inf))
+def after(x):
+    """Σ_{s > i} x_s."""
+    return _summed(x, lambda ones: jnp.triu(ones, 1))
+
+
+def _summed(x, triangle):
+    return einsum("is,...sh->...ih", triangle(jnp.ones((x.shape[-2],) * 2, x.dtype)), x)
+
+
+def decays(g, runs):
+    """Γ [..., C, C] = exp(g_(j+1) + ... + g_i) for j ≤ i in one run (int `[..., C]`, None is one run), else 0."""
+    found = jnp.ones((*g.shape[:-1], 1, 1), g.dtype)
+    for b in _sizes(g.shape[-2]):
+        below, above = _exponents(g, runs, b)
+        found = _join(found, jnp.exp(below + jnp.swapaxes(above, -1, -2)))
+    return found[..., 0, :, :]
 
 
 def decays_backward(Z):
@@ -82,27 +57,26 @@ def decays_backward(Z):
     return jnp.sum(jnp.triu(rows, 1), axis=-2)[..., None]
 
 
-def scores(x, k, G: Sums, runs):
-    """P [..., C, C] from x and k [..., C, H]; 0 above the diagonal and across runs."""
+def scores(x, k, g, runs):
+    """P [..., C, C] from x, k and g [..., C, H]; 0 above the diagonal and across runs."""
     P = jnp.sum(x * k, axis=-1)[..., None, None]
     for b in _sizes(x.shape[-2]):
-        below, above = _factors(G, runs, b)
-        Q = einsum("...ih,...jh->...ij", _halves(x, b, 1) * below, _halves(k, b, 0) * above)
-        P = _join(P, Q)
+        below, above = map(jnp.exp, _exponents(g, runs, b))
+        P = _join(P, einsum("...ih,...jh->...ij", _halves(x, b, 1) * below, _halves(k, b, 0) * above))
     return P[..., 0, :, :]
 
 
-def scores_backward(dP, x, k, G: Sums, runs):
+def scores_backward(dP, x, k, g, runs):
     """Gradients of x, k and g.
 
-    That of g_s is a sum over pairs i ≥ s > j. Made of x · dx − k · dk, as the gradient of G, it would be a difference
-    of much larger numbers, because pairs on one side of s cancel. Here each corner has all its pairs across its anchor.
+    That of g_s is a sum over pairs i ≥ s > j. Made of x · dx − k · dk it would be a difference of much larger numbers,
+    because pairs on one side of s cancel. Here each corner has all its pairs across its anchor.
     """
     diagonal, corners = split(dP)
     dx, dk = diagonal[..., None] * k, diagonal[..., None] * x
     dg = jnp.zeros_like(dx)
     for dQ, b in zip(corners, _sizes(x.shape[-2]), strict=True):
-        below, above = _factors(G, runs, b)
+        below, above = map(jnp.exp, _exponents(g, runs, b))
         x_low, k_up = _halves(x, b, 1), _halves(k, b, 0)
         to_x = below * einsum("...ij,...jh->...ih", dQ, k_up * above)
         to_k = above * einsum("...ij,...ih->...jh", dQ, x_low * below)
@@ -151,16 +125,14 @@ def _sizes(C):
     return [1 << i for i in range(C.bit_length() - 1)]
 
 
-def _factors(G, runs, b):
-    """exp(G_i − a) of the lower halves and exp(a − G_j) of the upper ones, [..., C / 2b, b, H or 1], 0 across runs."""
-    upper, lower = (G.map(lambda x, half=half: _halves(x, b, half)) for half in (0, 1))
-    anchor = upper.map(lambda x: x[..., -1:, :])
-    below, above = lower - anchor, anchor - upper
+def _exponents(g, runs, b):
+    """Log decays from each anchor to the rows below and from the columns above to it, [..., C / 2b, b, H or 1]."""
+    below, above = upto(_halves(g, b, 1)), after(_halves(g, b, 0))
     if runs is not None:
         up, low = (_halves(runs[..., None], b, half) for half in (0, 1))
         last = up[..., -1:, :]
         below, above = jnp.where(low == last, below, -jnp.inf), jnp.where(up == last, above, -jnp.inf)
-    return jnp.exp(below), jnp.exp(above)
+    return below, above
 
 
 def _halves(x, b, half):
