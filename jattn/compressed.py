@@ -122,7 +122,8 @@ def csa_attention(
 
     Source: DeepSeek-V4, compressed sparse attention.
     """
-    layer = _Layer(query, kv, source, cache, True, window, rotary, eps, seq_lengths, cu_seqlens)
+    indexed = isinstance(index, EntryIndex)
+    layer = _Layer(query, kv, source, cache, True, window, rotary, eps, seq_lengths, cu_seqlens, indexed)
     lists = layer.select(index, top_k, index_format, score_dtype)
     return layer.attend(lists, scale, sinks, return_residual)
 
@@ -237,21 +238,16 @@ def window_indices(positions, window: int):
 class _Layer:
     """The checked tokens of one call, where they are, and their entries. Packed sequences are a batch of one."""
 
-    def __init__(self, query, kv, source, cache, overlap, window, rotary, eps, seq_lengths, cu_seqlens):
-        self.packed, self.cache, self.overlap, self.rotary, self.eps = (
-            cu_seqlens is not None,
-            cache,
-            overlap,
-            rotary,
-            eps,
-        )
+    def __init__(self, query, kv, source, cache, overlap, window, rotary, eps, seq_lengths, cu_seqlens, indexed=False):
+        self.packed, self.cache, self.overlap = cu_seqlens is not None, cache, overlap
+        self.rotary, self.eps = rotary, eps
         self.window = _size(window, "window")
         self.query, self.kv = self._operands(query, kv)
         source = self._source(source, self.query.shape[-1], "source.")
         self.ratio = source.ape.shape[0]
         B, T, _, D = self.query.shape
         if cache is not None:
-            self._check_cache(B, D)
+            self._check_cache(B, D, indexed)
         if self.packed:
             self._place_packed(_check.cu_seqlens(cu_seqlens, "cu_seqlens"), seq_lengths)
         else:
@@ -286,12 +282,16 @@ class _Layer:
             raise ValueError(f"{of}u has C={u.shape[-1]} channels; {kind} of D={D} need {want}")
         return EntrySource(u, z, ape, norm)
 
-    def _check_cache(self, B, D):
+    def _check_cache(self, B, D, indexed):
         cache = self.cache
         if not isinstance(cache, CompressedCache):
             raise TypeError(f"cache must be a CompressedCache, not {type(cache).__name__}")
         if self.packed:
             raise ValueError("cu_seqlens and a cache do not go together: pass [B, T, ..] and seq_lengths")
+        if cache.index_keys is not None and not indexed:
+            raise ValueError(
+                "cache has index_keys, which would fall behind without an EntryIndex: make it without index_dim"
+            )
         room = cache.window.shape[1]
         if isinstance(cache.window, Rows584):  # in whole pages
             room -= (room - self.window) % cache.window.page

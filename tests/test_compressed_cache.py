@@ -250,6 +250,9 @@ VALUE_ERRORS = {
     r"cache.tail.u has shape \(2, 6, 24\)": dict(
         cache=CompressedCache.zeros(2, 39, 12, ratio=3, overlap=True, index_dim=8)
     ),
+    "cache has index_keys, which would fall behind without an EntryIndex": dict(
+        cache=CACHE, index=np.zeros((2, 9, 3), np.int32), top_k=None
+    ),
     "index_format='fp8_row' must equal the cache's None": dict(cache=CACHE, index_format="fp8_row"),
     "fmt='fp5' is unknown": dict(index_format="fp5"),
 }  # fmt: skip
@@ -295,6 +298,16 @@ def test_caches_refused():
     }.items():
         with pytest.raises(ValueError, match=message):
             make(**change)
+
+
+@pytest.mark.parametrize("batch, length", [(0, 9), (2, 0)])
+def test_nothing_to_do(batch, length):
+    """No sequences, and no tokens: shapes come out, and the cache as it was."""
+    call = jax.tree.map(lambda x: x[:batch, :length] if x.ndim > 2 else x, CALL | dict(scale=None, top_k=None))
+    cache = CompressedCache.zeros(batch, 40, 12, ratio=4, overlap=True, index_dim=8)
+    (out, lse), after = csa_attention(**call | dict(scale=1.0, top_k=2), cache=cache, return_residual=True)
+    assert out.shape == (batch, length, 3, 12) and lse.shape == (batch, length, 3)
+    equal(after, cache)
 
 
 def test_hca_wants_channels_of_its_own():
