@@ -165,21 +165,21 @@ def _library(case, arrays, head, query, key, value):
 
 def _dense(case, arrays, head, query, key, value):
     T, G, H = query.shape
-    n = head * G + jnp.arange(G)[:, None, None]
-    s = jnp.arange(key.shape[0])
+    n = head * G + jnp.arange(G, dtype=jnp.int32)[:, None, None]
+    s = jnp.arange(key.shape[0], dtype=jnp.int32)
     length = arrays["key_value_seq_lengths"][0] if "key_value_seq_lengths" in arrays else None
 
     @jax.checkpoint
     def rows(step):
         start, q = step
-        t = start + jnp.arange(q.shape[0])[:, None]
+        t = start + jnp.arange(q.shape[0], dtype=jnp.int32)[:, None]
         score = jnp.einsum("tgh,sh->gts", q, key[:, 0]) * H**-0.5
         score = case.score(score, n, t, s, arrays)
         seen = case.visible(t, s, blocks=arrays.get("blocks"), length=length)
         return jnp.einsum("gts,sd->tgd", jax.nn.softmax(jnp.where(seen, score, -1e30), axis=-1), value[:, 0])
 
     size = min(_ROWS, T)
-    out = lax.map(rows, (jnp.arange(0, T, size), query.reshape(T // size, size, G, H)))
+    out = lax.map(rows, (jnp.arange(0, T, size, dtype=jnp.int32), query.reshape(T // size, size, G, H)))
     return out.reshape(T, G, value.shape[-1])
 
 

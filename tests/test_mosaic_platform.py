@@ -43,8 +43,11 @@ def kernels(function, platform, *arrays):
 def test_none_is_xla_on_a_cpu_beside_a_gpu(beside_a_gpu):
     """Values and gradients, with and without gradients that need out unrounded, bit for bit."""
     told, plain = jattn.explain(Q, Q, Q, BIAS), jattn.explain(Q, Q, Q)
-    assert (told.implementation, told.backward) == ("mosaic", "xla") and "its backward on xla" in repr(told)
-    assert (plain.implementation, plain.backward) == ("mosaic", "mosaic") and "its backward" not in repr(plain)
+    assert (told.implementation, told.backward, told.sums) == ("mosaic", "mosaic", "xla")
+    assert "gradients of scale, bias and arrays on xla" in repr(told)
+    assert (plain.backward, plain.sums) == ("mosaic", "mosaic") and " on xla" not in repr(plain)
+    wide = jattn.explain(*[jnp.zeros((1, 64, 2, 256), jnp.bfloat16)] * 3)
+    assert (wide.implementation, wide.backward) == ("mosaic", "xla") and "its backward on xla" in repr(wide)
     xla = lambda *arrays: attend(*arrays, implementation="xla")  # noqa: E731
     for function in (lambda f: f, gradients):
         got, want = (jax.jit(function(f))(Q, BIAS) for f in (attend, xla))
@@ -55,7 +58,9 @@ def test_none_is_xla_on_a_cpu_beside_a_gpu(beside_a_gpu):
 
 @pytest.mark.parametrize("platform, count", [("cuda", 1), ("cpu", 0), ("tpu", 0)])
 def test_none_exports_for_the_platform_that_is_asked_for(beside_a_gpu, platform, count):
-    assert kernels(attend, platform, Q, BIAS) == kernels(gradients(attend), platform, Q, BIAS) == count
+    """The backward kernel is a second one."""
+    assert kernels(attend, platform, Q, BIAS) == count
+    assert kernels(gradients(attend), platform, Q, BIAS) == 2 * count
 
 
 def test_gradients_under_vmap_are_exported():

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import jattn
-from jattn import _dispatch, masks
+from jattn import _dispatch, masks, mods
 from jattn._callables import Callable
 from jattn._mask import Mask, mask_class
 from jattn.attention import prepare
@@ -76,6 +76,11 @@ UNKNOWN = {
 def test_a_primitive_is_named(primitive):
     found = reason(score_mod=UNKNOWN[primitive])
     assert permitted(found) and primitive in found
+
+
+def test_a_modifier_without_a_derivative_is_refused_by_the_backward_alone():
+    loop = lambda x, b, n, t, s: lax.fori_loop(0, t, lambda i, x: x * 0.5, x)  # noqa: E731
+    assert "vjp(float32)" in mosaic.why_not_backward(prepare(Q, Q, Q, score_mod=mods.score_mod(loop)).problem)
 
 
 def test_a_primitive_of_a_predicate_deep_in_a_mask_is_named():
@@ -190,6 +195,7 @@ EXAMPLES = {
     **compared("eq", "ne", "lt", "le", "gt", "ge"),
     "booleans": lambda x, y, t, s: (((t > s) & (x > 0)) | ~(t > 7)) ^ ((s > 3) == (x > 1)) ^ ((s > 5) != (x > 2)),
     "select": lambda x, y, t, s: jnp.where(t > s, x, y) + jnp.where(t > s, t, s).astype(jnp.float32),
+    "select numbers": lambda x, y, t, s: jnp.where(t > s, jnp.int32(1), jnp.int32(3)).astype(jnp.float32),
     "select bool": lambda x, y, t, s: jnp.where(t > s, t > 3, s > 5),
     "stop_gradient of bool": lambda x, y, t, s: lax.stop_gradient(t > s),
     "bits": lambda x, y, t, s: (lax.bitcast_convert_type(x, jnp.int32) & 255) + (t > s).astype(jnp.int32),
@@ -221,7 +227,8 @@ def modifier(names):
 
 
 def operations(names):
-    return Callable(modifier(names), "", 5).operations([jnp.float32, *[jnp.int32] * 4])
+    function, dtypes = Callable(modifier(names), "", 5), [jnp.float32, *[jnp.int32] * 4]
+    return function.operations(dtypes) | function.operations(dtypes, slope=True)
 
 
 def test_the_examples_use_every_primitive_of_the_list():
