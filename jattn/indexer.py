@@ -1,5 +1,7 @@
 """The indexer of DeepSeek sparse attention: cheap scores, and the keys that they select for `sparse_attention`.
 
+What is what, from the scores of all keys to a list of some:
+
     index scores   I[t, s] = sum over index heads j of w[t, j] · max(q[t, j] · k[s], 0)       `indexer_logits`
     selection      the k largest of each row, ties to the lower index, ascending               `topk_select`
     both           for a few rows at a time                                                     `indexer_select`

@@ -151,8 +151,12 @@ def mla_preprocess(x, weights: MLAWeights, positions=None, *, rotate: Callable |
     latent, key_rope = latent[..., : sizes["C"]], latent[..., None, sizes["C"] :]
     query_rope, key_rope = rotated(rotate, query_rope, positions), rotated(rotate, key_rope, positions)
     return MLAInputs(
-        nope, product("btnh,cnh->btnc", nope, weights.key_up), query_rope, rms_norm(latent, weights.latent_norm, eps),
-        key_rope[..., 0, :], residual,
+        nope,
+        product("btnh,cnh->btnc", nope, weights.key_up),
+        query_rope,
+        rms_norm(latent, weights.latent_norm, eps),
+        key_rope[..., 0, :],
+        residual,
     )
 
 

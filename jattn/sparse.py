@@ -87,8 +87,18 @@ def sparse_attention(
     only_xla("sparse_attention", implementation)
     _check.flag(return_residual, "return_residual")
     call = _Call.make(
-        query, kv, indices, scale=scale, value_dim=value_dim, list_lengths=list_lengths, k_start=k_start, k_end=k_end,
-        block_size=block_size, kv2=kv2, indices2=indices2, list_lengths2=list_lengths2,
+        query,
+        kv,
+        indices,
+        scale=scale,
+        value_dim=value_dim,
+        list_lengths=list_lengths,
+        k_start=k_start,
+        k_end=k_end,
+        block_size=block_size,
+        kv2=kv2,
+        indices2=indices2,
+        list_lengths2=list_lengths2,
         sinks=_check.sinks(sinks, _check.array(query, "query").shape[-2]) if np.ndim(query) > 2 else None,
     )
     arrays, lists = vary((call.arrays, call.lists), varying_axes((call.arrays, call.lists)))
@@ -157,8 +167,18 @@ def sparse_weights(
     """
     only_xla("sparse_weights", implementation)
     call = _Call.make(
-        query, kv, indices, scale=scale, value_dim=None, list_lengths=list_lengths, k_start=k_start, k_end=k_end,
-        block_size=block_size, kv2=kv2, indices2=indices2, list_lengths2=list_lengths2,
+        query,
+        kv,
+        indices,
+        scale=scale,
+        value_dim=None,
+        list_lengths=list_lengths,
+        k_start=k_start,
+        k_end=k_end,
+        block_size=block_size,
+        kv2=kv2,
+        indices2=indices2,
+        list_lengths2=list_lengths2,
     )
     lse, (rows, N, _) = _check.array(lse, "lse"), call.arrays[0].shape
     if lse.shape != (*call.batch, N):
@@ -224,8 +244,21 @@ class _Call:
 
     @classmethod
     def make(
-        cls, query, kv, indices, *, scale, value_dim, sinks=None, list_lengths=None, k_start=None, k_end=None,
-        block_size=1, kv2=None, indices2=None, list_lengths2=None,
+        cls,
+        query,
+        kv,
+        indices,
+        *,
+        scale,
+        value_dim,
+        sinks=None,
+        list_lengths=None,
+        k_start=None,
+        k_end=None,
+        block_size=1,
+        kv2=None,
+        indices2=None,
+        list_lengths2=None,
     ):
         query = _check.array(query, "query")
         if query.ndim < 3 or 0 in query.shape[-2:]:
@@ -254,7 +287,8 @@ class _Call:
         return cls(
             (query.reshape(-1, N, H), tuple(kvs), sinks),
             (dataclasses.replace(lists[0], **limits), *lists[1:]),
-            _xla.Options(float(scale), value_dim, sizes, blocks), batch,
+            _xla.Options(float(scale), value_dim, sizes, blocks),
+            batch,
         )
 
 
@@ -280,6 +314,7 @@ def _listed(kv, indices, lengths, batch, H, dtype, tail):
     item = jnp.zeros((rows,), jnp.int32) if shared else jnp.arange(rows, dtype=jnp.int32) // max(batch[-1], 1)
     lists = _xla.Lists(
         int32(indices).reshape(rows, -1) if indices.size else jnp.zeros((rows, indices.shape[-1]), jnp.int32),
-        item * size, limit(lengths, "list_lengths" + tail, batch),
+        item * size,
+        limit(lengths, "list_lengths" + tail, batch),
     )
     return kv.reshape(-1, kv.shape[-1]), lists, size

@@ -481,7 +481,8 @@ CODES = quantize(K, "fp8_row")
         (lambda: indexer_scores(quantize(Q, "fp8_row"), CODES, W, LISTS), TypeError, "codes have no"),
         (
             lambda: jax.grad(lambda k: indexer_logits(Q, k, W, block_tables=LISTS[:, 0]).sum())(jnp.asarray(K)),
-            NotImplementedError, "no derivatives over keys in pages",
+            NotImplementedError,
+            "no derivatives over keys in pages",
         ),
         (lambda: indexer_kl(W, W[0]), ValueError, r"target has shape \(5, 3\); scores have \(2, 5, 3\)"),
         (lambda: indexer_kl(LISTS, LISTS), TypeError, "scores must be floating-point, not int32"),
