@@ -64,8 +64,8 @@ def compile_for_h200(function, *arguments, dump_ptx: bool = False, kernels: bool
     Raises:
         RuntimeError: nothing was compiled by ptxas, or the compiler failed.
     """
-    sharding = sharding()
-    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in arguments]
+    placed = sharding()
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed) for a in arguments]
     flags = {"MOSAIC_GPU_DUMP_PTXAS": "1"} | ({"MOSAIC_GPU_DUMP_PTX": "1"} if dump_ptx else {})
     before = {key: os.environ.get(key) for key in flags}
     with tempfile.NamedTemporaryFile(suffix=".log") as log:

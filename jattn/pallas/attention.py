@@ -14,7 +14,8 @@ from jattn._tile import Grid
 from jattn._varying import unvary, vary, varying_axes
 from jattn.pallas import configs, lowering, partition, primitives, schedule
 from jattn.pallas.attention_gradients import backward, why_not_backward
-from jattn.pallas.hopper.attention_forward import Inputs, Plan, launch
+from jattn.pallas.hopper.attention_forward import launch
+from jattn.pallas.hopper.forward_plan import Inputs, Plan
 from jattn.pallas.lowering import readable, with_bools
 from jattn.pallas.packing import clipped_offsets, most_tiles, owner, running
 

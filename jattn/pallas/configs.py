@@ -114,7 +114,7 @@ def backward_config(
     if head_dim <= 64:
         small = modifier or dropout or deterministic or features >= 3
         return BackwardConfig(block_q=64 if small else 128, separate=features > 0 and not small)
-    return BackwardConfig(block_q=64, separate=dropout or features >= 3)
+    return BackwardConfig(block_q=64, separate=modifier or dropout or features >= 3)
 
 
 _OTHER_REGISTERS = 32  # scores, weights and accumulator of 128 registers fit 160 without spills

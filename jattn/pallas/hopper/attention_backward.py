@@ -26,7 +26,8 @@ from jax import lax
 
 from jattn.pallas._compat import kernel_in_place, mapped_in_turn, pl, plgpu
 from jattn.pallas.hopper import dropout, gradients, memory, ptx, scores, softmax
-from jattn.pallas.hopper.backward_plan import Inputs, Plan, block_of, i32, masked_steps, rank_of, tile_of
+from jattn.pallas.hopper.backward_plan import Inputs, Plan, block_of, masked_steps, rank_of, tile_of
+from jattn.pallas.hopper.lists import i32
 
 _LOG2E = math.log2(math.e)
 _STAGES = 2  # query blocks in shared memory at once

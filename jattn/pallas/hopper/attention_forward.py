@@ -20,235 +20,18 @@ Sources: FlashAttention-3 (Shah et al., 2024) for the overlap and the turns; Mil
 online softmax.
 """
 
-import dataclasses
-import math
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jattn._tile import maximum, minimum
-from jattn.pallas import configs
 from jattn.pallas._compat import kernel, pl, plgpu
 from jattn.pallas.hopper import dropout, memory, ptx, scores, softmax
+from jattn.pallas.hopper.forward_plan import LOG2E, Inputs, Plan, block_of, ceil_div, item_of, ring, tile_of
+from jattn.pallas.hopper.lists import i32
 
-_LOG2E = math.log2(math.e)
 _TURN_BARRIERS, _RING_BARRIERS = 5, 8  # first ids of the named barriers
-
-
-# --- config -----------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is compiled in. A length or offset that is None is read from `Inputs.sequences` at run time.
-
-    `left` and `right` bound the keys of a query at position p to `[p − left, p + right]`; None is unbounded. Packed
-    sequences have B = 1, and T and S are the rows of the arrays.
-    """
-
-    B: int
-    T: int
-    S: int
-    N: int
-    K: int
-    H: int
-    D: int
-    dtype: Any
-    scale: float | None  # None: traced
-    left: int | None
-    right: int | None
-    offset: int | None
-    key_length: int | None
-    query_length: int | None
-    config: configs.TileConfig
-    out_dtype: Any = None  # None: dtype; or float32
-    packed_tiles: int | None = None  # query tiles that all packed sequences have at most; None: not packed
-    soft_cap: float | None = None
-    mod: Any = None
-    aux_kinds: tuple[str, ...] = ()
-    rule: Any = None  # of the mask, see `lowering.MaskSpec`
-    row_bounds: bool = False  # keys of a query below `Inputs.row_end` only
-    biased: bool = False
-    dropout_threshold: int = 0
-
-    @property
-    def modified(self) -> bool:
-        """Whether scores change on their way to the softmax; else the exponential's own factor scales them."""
-        # max(s) · scale is the maximum of the scaled scores only for a positive scale.
-        scaled = self.scale is None or not self.scale > 0
-        return scaled or self.biased or self.mod is not None or self.soft_cap is not None
-
-    @property
-    def factor(self) -> float:
-        """Scores to log2 units."""
-        return _LOG2E if self.modified else self.scale * _LOG2E
-
-    @property
-    def infinite(self) -> bool:
-        """Whether a score may be −inf without a bound or rule that says so."""
-        return self.biased or self.mod is not None
-
-    @property
-    def packed(self) -> bool:
-        return self.packed_tiles is not None
-
-    @property
-    def listed(self) -> bool:
-        """Whether `Inputs.lists` names the key blocks that a query tile visits; else they are a range."""
-        return (self.rule is not None or self.row_bounds) and not self.packed
-
-    @property
-    def tiles(self) -> int:
-        """Query tiles of one (batch, head) pair."""
-        return self.packed_tiles if self.packed else -(-self.T // self.config.rows)
-
-    @property
-    def key_blocks(self) -> int:
-        return -(-self.S // self.config.block_k)
-
-    @property
-    def masked(self) -> bool:
-        """Whether any score may need masking."""
-        bounded = self.left is not None or self.right is not None or self.rule is not None or self.row_bounds
-        return bounded or self.key_length != self.S or self.S % self.config.block_k != 0
-
-    @property
-    def one_masked_block(self) -> bool:
-        """Whether, coming from the last block, only the first one visited can be cut by a rule or an upper bound."""
-        if self.rule is not None or self.row_bounds:
-            return False
-        if self.right is None:
-            return True
-        aligned = self.offset is not None and (self.offset + self.right) % self.config.block_k == 0
-        return aligned and self.config.block_k % self.config.rows == 0
-
-    def block_range(self, row, offset, key_length, query_length):
-        """The key blocks `[begin, end)` of the query tile that begins with `row`, for ints and for arrays."""
-        last = minimum(row + self.config.rows, query_length) + offset - 1
-        high = key_length if self.right is None else minimum(key_length, last + self.right + 1)
-        end = maximum(1, minimum(-(-high // self.config.block_k), self.key_blocks))
-        low = 0 if self.left is None else maximum(0, row + offset - self.left)
-        return minimum(low // self.config.block_k, end - 1), end
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """The kernel's inputs in HBM; None where the problem has none."""
-
-    q: Any  # [B, T, N, H]
-    k: Any  # [B, S, K, H]
-    v: Any  # [B, S, K, D]
-    table: Any  # int32 [rounds + 2, blocks]: items of each thread block, how many there are, and a zero
-    sequences: Any  # int32 [B, 3]: query offset, key length, query length; packed [M + 2, 6]: and first row of the
-    # query array, first row of the key array, rows in all
-    packed: Any = None  # int32 [tiles, 2]: sequence of a tile, its first query counted in the sequence
-    lists: Any = None  # int32 [B or 1, N or 1, tiles, 2 + key blocks]: how many blocks a rule or row bound cuts, how
-    # many are visited, and which: those cut come first
-    row_end: Any = None  # int32 [B or 1, rows of all tiles]
-    origin: Any = None  # int32 [2]: batch index and head that 0 stands for in rules, modifiers and dropout
-    scale: Any = None  # float32 [1]
-    bias: Any = None  # [B or 1, N or 1, T or 1, S or 1]
-    aux: tuple = ()  # like bias, or [B or 1, N or 1, T + S - 1] by diagonal
-    mask_arrays: tuple = ()  # like bias
-    sinks: Any = None  # float32 [N]
-    dropout_key: Any = None  # int32 [2]
-
-
-# --- work of one thread block -----------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """One query tile: where it is and how many key blocks it visits (at least one), as traced scalars."""
-
-    batch: Any  # of the arrays
-    sequence: Any  # batch, or the packed sequence
-    head: Any
-    number: Any  # of the tile within its (batch, head) pair
-    row: Any  # its first query, counted in its sequence
-    position: Any  # of that query on the key axis
-    key_length: Any
-    query_length: Any
-    blocks: Any  # how many key blocks it visits
-    begin: Any = None  # which: [begin, end), from the last one on,
-    end: Any = None
-    cut: Any = None  # or those listed, of which a rule or row bound cuts so many of the first
-    rows_start: Any = 0  # the sequence's first row in the query array
-    keys_start: Any = 0  # and in the key array
-    rows: Any = None  # of the sequence in the query array; None: those past its last may be written
-
-    @property
-    def array_row(self):
-        return self.row + self.rows_start
-
-
-def _item(x, r):
-    """The thread block's r-th table entry, or its last."""
-    return x.table[jnp.minimum(r, x.items - 1), x.block]
-
-
-def _tile(x, item) -> Tile:
-    """Decodes a table entry. Loops carry entries, not tiles: fewer registers, and `row` keeps its known alignment."""
-    p = x.plan
-    pair, number = lax.div(item, _i32(p.tiles)), lax.rem(item, _i32(p.tiles))
-    batch, head = lax.div(pair, _i32(p.N)), lax.rem(pair, _i32(p.N))
-    sequence, row, place = batch, number * p.config.rows, {}
-    if p.packed:
-        sequence, row = x.packed[number, 0], x.packed[number, 1]
-        place = {name: x.sequences[sequence, 3 + i] for i, name in enumerate(("rows_start", "keys_start", "rows"))}
-    offset = _i32(p.offset) if p.offset is not None else x.sequences[sequence, 0]
-    key_length = _i32(p.key_length) if p.key_length is not None else x.sequences[sequence, 1]
-    query_length = _i32(p.query_length) if p.query_length is not None else x.sequences[sequence, 2]
-    if p.listed:
-        visits = dict(zip(("cut", "blocks"), (_list_entry(x, batch, head, number, i) for i in range(2)), strict=True))
-    else:
-        begin, end = _range(x, row, offset, key_length, query_length)
-        visits = dict(begin=begin, end=end, blocks=end - begin)
-    return Tile(batch, sequence, head, number, row, row + offset, key_length, query_length, **visits, **place)
-
-
-def _list_entry(x, batch, head, number, i):
-    batch, head = (jnp.minimum(i, n - 1) for i, n in zip((batch, head), x.lists.shape[:2], strict=True))
-    return x.lists[batch, head, number, i]
-
-
-def _range(x, row, offset, key_length, query_length):
-    """The key blocks `[begin, end)` of the tile that begins with query `row`."""
-    p, block_k = x.plan, x.plan.config.block_k
-    # The table's zero keeps the trip count out of the compiler's sight: it would unroll short loops and spill.
-    end, begin = jnp.minimum(_ceil_div(key_length, block_k), p.key_blocks) + x.zero, _i32(0)
-    if p.right is not None:
-        last = jnp.minimum(row + p.config.rows, query_length) + offset - 1
-        end = jnp.minimum(end, _ceil_div(last + p.right + 1, block_k))
-    end = jnp.maximum(end, 1)
-    if p.left is not None:
-        begin = jnp.minimum(lax.div(jnp.maximum(row + offset - p.left, 0), _i32(block_k)), end - 1)
-    return begin, end
-
-
-def _block(x, tile, i):
-    """The i-th key block that a tile visits."""
-    if x.plan.listed:
-        return _list_entry(x, tile.batch, tile.head, tile.number, 2 + i)
-    return tile.end - 1 - i
-
-
-def _i32(x):
-    return jnp.asarray(x, jnp.int32)
-
-
-def _ceil_div(x, y: int):
-    """Of x of either sign; 0 for a negative one."""
-    return lax.div(jnp.maximum(x, 0) + (y - 1), _i32(y))
-
-
-def _ring(x, position):
-    """Ring slot of the block at a position in this thread block's sequence of key blocks."""
-    return jnp.bitwise_and(position, _i32(x.plan.config.stages - 1))
 
 
 # --- kernel -----------------------------------------------------------------------------------------------------------
@@ -302,11 +85,11 @@ def _kernel(
 def _produce(x):
     """Copies in the order of need: the first keys of a tile before the last values of the tile before."""
     buffers = x.q_smem.shape[0]
-    first = _item(x, _i32(0))
+    first = item_of(x, i32(0))
 
     def one_tile(r, carry):
         position, item, previous_item = carry
-        tile, following = _tile(x, item), _item(x, r + 1)
+        tile, following = tile_of(x, item), item_of(x, r + 1)
         if buffers == 2:  # free since the tile before last: this never waits long, and never holds up the keys
             _load_queries(x, tile, r)
         _load_keys(x, tile, 0, position)
@@ -321,21 +104,21 @@ def _produce(x):
         lax.fori_loop(1, tile.blocks, one_block, None)
         return position + tile.blocks, following, item
 
-    position, _, last = lax.fori_loop(0, x.items, one_tile, (_i32(0), first, first))
+    position, _, last = lax.fori_loop(0, x.items, one_tile, (i32(0), first, first))
     _load_last_values(x, last, position)
     _drain(x, position)
 
 
 def _load_last_values(x, item, position):
     """Those of the tile that ends at `position`."""
-    tile = _tile(x, item)
+    tile = tile_of(x, item)
     _load_values(x, tile, tile.blocks - 1, position - tile.blocks)
 
 
 def _load_queries(x, tile, r):
     """Query tile of round r, one copy a warpgroup and slab."""
     buffers, consumers = x.q_smem.shape[0], x.plan.config.warpgroups
-    buffer = lax.rem(r, _i32(buffers))
+    buffer = lax.rem(r, i32(buffers))
     for w in range(consumers):
         slot = buffer * consumers + w
         pl.when(r >= buffers)(lambda slot=slot: plgpu.barrier_wait(x.q_free.at[slot]))
@@ -359,18 +142,18 @@ def _slab(x, rows, i):
 def _key_rows(x, array, tile, block):
     block_k = x.plan.config.block_k
     rows = pl.ds(tile.keys_start + block * block_k, block_k)
-    return array.at[tile.batch, rows, lax.div(tile.head, _i32(x.plan.N // x.plan.K))]
+    return array.at[tile.batch, rows, lax.div(tile.head, i32(x.plan.N // x.plan.K))]
 
 
 def _load_keys(x, tile, i, position):
     """The i-th block of a tile whose blocks start at `position` in the sequence of all."""
-    slot = _ring(x, position + i)
+    slot = ring(x, position + i)
     pl.when(position + i >= x.plan.config.stages)(lambda: x.k_free.bar_sync(slot))
-    _copy_in(x, _key_rows(x, x.k, tile, _block(x, tile, i)), x.k_smem.at[slot], x.k_ready.at[slot])
+    _copy_in(x, _key_rows(x, x.k, tile, block_of(x, tile, i)), x.k_smem.at[slot], x.k_ready.at[slot])
 
 
 def _load_values(x, tile, i, position):
-    slot, block, block_k = _ring(x, position + i), _block(x, tile, i), x.plan.config.block_k
+    slot, block, block_k = ring(x, position + i), block_of(x, tile, i), x.plan.config.block_k
     pl.when(position + i >= x.plan.config.stages)(lambda: x.v_free.bar_sync(slot))
     rows, smem, ready = _key_rows(x, x.v, tile, block), x.v_smem.at[slot], x.v_ready.at[slot]
     if x.plan.key_length == x.plan.S:  # TMA zero-fills past the array
@@ -397,7 +180,7 @@ def _drain(x, position):
 
         @pl.when(position >= stages - i)
         def _(i=i):
-            slot = _ring(x, position + i)
+            slot = ring(x, position + i)
             x.k_free.bar_sync(slot)
             x.v_free.bar_sync(slot)
 
@@ -406,7 +189,7 @@ def _drain(x, position):
         @pl.when(x.items >= buffers - i)
         def _(i=i):
             for w in range(consumers):
-                plgpu.barrier_wait(x.q_free.at[lax.rem(x.items + i, _i32(buffers)) * consumers + w])
+                plgpu.barrier_wait(x.q_free.at[lax.rem(x.items + i, i32(buffers)) * consumers + w])
 
 
 # --- consumer ---------------------------------------------------------------------------------------------------------
@@ -418,13 +201,13 @@ def _consume(x):
     x.k_matrix = ptx.matrix(lambda i: x.k_smem.at[i], p.config.block_k, p.H)
     x.v_matrix = ptx.matrix(lambda i: x.v_smem.at[i], p.config.block_k, p.D, along_rows=True)
     pl.when(x.warpgroup == consumers - 1)(lambda: x.turn.bar_arrive(0))
-    first = _item(x, _i32(0))
+    first = item_of(x, i32(0))
     if buffers == 1:
-        lax.fori_loop(0, x.items, lambda r, carry: _separate_tile(x, r, *carry), (_i32(0), first))
+        lax.fori_loop(0, x.items, lambda r, carry: _separate_tile(x, r, *carry), (i32(0), first))
     else:
         plgpu.barrier_wait(x.q_ready.at[x.warpgroup])
-        s = _first_scores(x, _i32(0), _i32(0))
-        lax.fori_loop(0, x.items, lambda r, carry: _overlapped_tile(x, r, *carry), (_i32(0), first, s))
+        s = _first_scores(x, i32(0), i32(0))
+        lax.fori_loop(0, x.items, lambda r, carry: _overlapped_tile(x, r, *carry), (i32(0), first, s))
     pl.when(x.warpgroup == 0)(lambda: x.turn.bar_sync(0))
     plgpu.wait_smem_to_gmem(0)
 
@@ -434,12 +217,12 @@ def _take_turn(x):
 
 
 def _pass_turn(x):
-    x.turn.bar_arrive(lax.rem(x.warpgroup + 1, _i32(x.plan.config.warpgroups)))
+    x.turn.bar_arrive(lax.rem(x.warpgroup + 1, i32(x.plan.config.warpgroups)))
 
 
 def _first_scores(x, position, buffer):
     """The product with a tile's first key block, waited for."""
-    slot = _ring(x, position)
+    slot = ring(x, position)
     plgpu.barrier_wait(x.k_ready.at[slot])
     if x.plan.config.edge_turns:
         _take_turn(x)
@@ -453,11 +236,11 @@ def _first_scores(x, position, buffer):
 
 def _separate_tile(x, r, position, item):
     """One tile from its first product to its output; nothing of the next one is begun."""
-    tile, following = _tile(x, item), _item(x, r + 1)
+    tile, following = tile_of(x, item), item_of(x, r + 1)
     plgpu.barrier_wait(x.q_ready.at[x.warpgroup])
-    s = _first_scores(x, position, _i32(0))
-    accumulator, m, total, weights = _blocks(x, tile, position, _i32(0), s)
-    slot = _ring(x, position + tile.blocks - 1)
+    s = _first_scores(x, position, i32(0))
+    accumulator, m, total, weights = _blocks(x, tile, position, i32(0), s)
+    slot = ring(x, position + tile.blocks - 1)
     if x.out_smem is not None:
         plgpu.barrier_arrive(x.q_free.at[x.warpgroup])
     plgpu.barrier_wait(x.v_ready.at[slot])
@@ -474,12 +257,12 @@ def _separate_tile(x, r, position, item):
 
 def _overlapped_tile(x, r, position, item, s):
     """One tile whose first scores `s` are at hand; issues the next tile's first product with this tile's last one."""
-    tile, following = _tile(x, item), _item(x, r + 1)
-    consumers, buffer = x.plan.config.warpgroups, lax.rem(r, _i32(2))
+    tile, following = tile_of(x, item), item_of(x, r + 1)
+    consumers, buffer = x.plan.config.warpgroups, lax.rem(r, i32(2))
     accumulator, m, total, weights = _blocks(x, tile, position, buffer, s)
     plgpu.barrier_arrive(x.q_free.at[buffer * consumers + x.warpgroup])
     next_position = position + tile.blocks
-    k_slot, v_slot = _ring(x, next_position), _ring(x, next_position - 1)
+    k_slot, v_slot = ring(x, next_position), ring(x, next_position - 1)
     more = r + 1 < x.items
 
     @pl.when(more)
@@ -510,13 +293,13 @@ def _blocks(x, tile, position, buffer, s):
     """
     plan, config = x.plan, x.plan.config
     bounds = _row_bounds(x, tile)
-    m, total, accumulator = softmax.init_state(plan.D, None if x.sinks is None else x.sinks[tile.head] * _LOG2E)
-    p, m, total, _ = _weigh(x, tile, _block(x, tile, _i32(0)), s, m, total, bounds, plan.masked)
+    m, total, accumulator = softmax.init_state(plan.D, None if x.sinks is None else x.sinks[tile.head] * LOG2E)
+    p, m, total, _ = _weigh(x, tile, block_of(x, tile, i32(0)), s, m, total, bounds, plan.masked)
 
     def step(i, carry, masked):
         accumulator, m, total, weights = carry
-        k_slot, v_slot = _ring(x, position + i), _ring(x, position + i - 1)
-        block = _block(x, tile, i)
+        k_slot, v_slot = ring(x, position + i), ring(x, position + i - 1)
+        block = block_of(x, tile, i)
         plgpu.barrier_wait(x.k_ready.at[k_slot])
         q_matrix, k_matrix, v_matrix = x.q_matrix.at(buffer), x.k_matrix.at(k_slot), x.v_matrix.at(v_slot)
         _take_turn(x)
@@ -617,14 +400,14 @@ def _whole_steps(x, tile):
         return blocks, blocks
     position = tile.position + x.warpgroup * ptx.TILE_ROWS
     if plan.one_masked_block:
-        first = _i32(1)
+        first = i32(1)
     else:
         high = jnp.minimum(position + (plan.right + 1), tile.key_length)
-        first = jnp.clip(tile.end - lax.div(jnp.maximum(high, 0), _i32(block_k)), 1, blocks)
+        first = jnp.clip(tile.end - lax.div(jnp.maximum(high, 0), i32(block_k)), 1, blocks)
     if plan.left is None:
         return first, blocks
     low = position + (ptx.TILE_ROWS - 1 - plan.left)
-    return first, jnp.clip(tile.end - _ceil_div(low, block_k), first, blocks)
+    return first, jnp.clip(tile.end - ceil_div(low, block_k), first, blocks)
 
 
 # --- epilogue ---------------------------------------------------------------------------------------------------------
@@ -655,7 +438,7 @@ def _results(x, tile, accumulator, m, total):
         seen = seen & (row < tile.query_length)
     kept = 1 - plan.dropout_threshold / 65536
     inverse = jnp.where(seen, (1 / kept) / total, 0.0)
-    lse = jnp.where(seen, m * (1 / _LOG2E) + jnp.log(total), -jnp.inf)
+    lse = jnp.where(seen, m * (1 / LOG2E) + jnp.log(total), -jnp.inf)
     inverse = lax.broadcast_in_dim(inverse, accumulator.shape, [0])
     out = accumulator * inverse
     # Queries past the sequence's end may be NaN, which a factor of 0 would not silence.
@@ -678,7 +461,7 @@ def _copy_out(x, tile, out, lse):
     if tile.rows is None:
         plgpu.copy_smem_to_gmem(lse_smem, x.lse.at[tile.batch, tile.head, rows])
     else:  # a copy of one row of numbers starts at multiples of 16 bytes only
-        memory.st_global_rows(x.lse, (tile.batch, tile.head, _array_row(x, tile)), lse, _i32(ptx.TILE_ROWS))
+        memory.st_global_rows(x.lse, (tile.batch, tile.head, _array_row(x, tile)), lse, i32(ptx.TILE_ROWS))
 
 
 def _store(x, tile, out, lse):

@@ -10,6 +10,7 @@ from jax import lax
 from jattn._tile import maximum, minimum
 from jattn.pallas import configs
 from jattn.pallas.hopper import ptx
+from jattn.pallas.hopper.lists import i32, list_entry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,15 +168,6 @@ def tile_of(x, r) -> Tile:
         # The table's zero keeps the trip count out of the compiler's sight, as in the forward.
         visits = dict(begin=begin, blocks=end - begin + x.zero)
     return Tile(batch, sequence, head, number, key, offset, key_length, query_length, **visits, **place)
-
-
-def list_entry(array, batch, head, number, i):
-    batch, head = (jnp.minimum(i, n - 1) for i, n in zip((batch, head), array.shape[:2], strict=True))
-    return array[batch, head, number, i]
-
-
-def i32(x):
-    return jnp.asarray(x, jnp.int32)
 
 
 def block_of(x, tile, i):
