@@ -7,7 +7,19 @@ import jax
 import jax.numpy as jnp
 
 import jattn
-from benchmarks import attention, gpu, providers, record, sequence, shapes, timing, tune
+from benchmarks import (
+    attention,
+    compressed,
+    gpu,
+    linear,
+    providers,
+    record,
+    sequence,
+    shapes,
+    sparse,
+    timing,
+    tune,
+)  # fmt: skip
 from benchmarks.shapes import selected
 
 # Largest allowed max|x - y| / max|y| between two implementations before any of them is timed.
@@ -102,8 +114,16 @@ def memory(arguments):
             }
 
 
-SUITES = {"cpu": cpu, "memory": memory, "attention": attention.attention, "tune": tune.tune,
-          "sequence": sequence.sequence}  # fmt: skip
+def sparse_stages(arguments):
+    """The stages of MLA, sparse and compressed attention, each beside its roofline."""
+    yield from sparse.sparse(arguments)
+    yield from compressed.compressed(arguments)
+
+
+SUITES = {
+    "cpu": cpu, "memory": memory, "attention": attention.attention, "tune": tune.tune, "sequence": sequence.sequence,
+    "linear": linear.linear_suite, "sparse": sparse_stages,
+}  # fmt: skip
 ON_GPU = ("attention", "tune")
 
 

@@ -28,12 +28,15 @@ import jax
 
 from jattn._problem import Options, Problem
 
+_LINEAR = ("kda", "gated_delta_rule", "delta_rule", "gla", "simple_gla", "linear_attention")
 #: op -> implementation name -> module, in order of preference.
 _TABLE = {
     "attention": {"mosaic": "jattn.pallas.attention", "xla": "jattn.reference.attention"},
     "ragged_attention": {"mosaic": "jattn.pallas.attention", "xla": "jattn.reference.attention"},
     "decode_attention": {"xla": "jattn.reference.paged"},
     "paged_attention": {"xla": "jattn.reference.paged"},
+    **{f"linear.{op}": {"xla": "jattn.reference.linear"} for op in _LINEAR},
+    **{f"linear.{op}_step": {"xla": "jattn.reference.linear_step"} for op in _LINEAR},
 }
 _BACKENDS = {"cuda": "gpu"}  # platform -> its name as a default backend, where that differs
 

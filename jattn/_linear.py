@@ -70,7 +70,7 @@ class Context:
 class Residuals:
     """What a forward keeps for a backward, alike for all implementations: one's forward may meet another's backward.
 
-    There are n = ceil(T / 64) chunks; packed n = ceil(T / 64) + M - 1, those of each sequence in order, the rest unused.
+    There are n = ceil(T / 64) chunks; packed n = ceil(T / 64) + M - 1, those of each sequence in order, others unused.
     bfloat16 for 16-bit inputs, else the accumulator's dtype, as states of mode="recurrent" always are.
     """
 

@@ -9,13 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn import _check, _dispatch
-from jattn._linear import RULES
 from jattn._platform import only_on
 from jattn._varying import vary, varying_axes
-
-for _rule in RULES.values():
-    _dispatch._TABLE.setdefault(_rule.op, {"xla": "jattn.reference.linear"})
-    _dispatch._TABLE.setdefault(_rule.op + "_step", {"xla": "jattn.reference.linear_step"})
 
 
 def results(call, return_final_state, *, implementation, config):
