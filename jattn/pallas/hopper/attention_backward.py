@@ -13,7 +13,8 @@ half a step apart and take turns on the tensor core (one computes exponentials w
     producer     K Q0 V dO0 | Q1 dO1 | …
     consumer     S0 dP0, p, ds | dV dQ(−1) dK | S1 dP1, p, ds | dV dQ(0) dK | …
 
-dq is summed over key tiles in float32 by TMA reductions in L2; its order, and so its last bits, change from run to run.
+dq is summed over key tiles in float32 by TMA reductions in L2, in an order that changes from run to run, and its last
+bits with it. A deterministic plan counts additions: a tile waits until those behind it have added to the block of dq.
 Sources: FlashAttention-2 and -3 (Dao, 2023; Shah et al., 2024).
 """
 
