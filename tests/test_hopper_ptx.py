@@ -127,7 +127,8 @@ def test_ld_global_by_diagonal_and_at_places(interpret):
     table, picks = normal(1, 2, 90, dtype=jnp.float32), jnp.arange(2 * 7 * 5, dtype=jnp.int8).reshape(1, 2, 7, 5)
 
     def body(table, picks, out, chosen):
-        store(out, memory.ld_global(table, jnp.int32(0), jnp.int32(1), jnp.int32(3), jnp.int32(8), 8, 60))
+        place = [jnp.int32(i) for i in (0, 1, 3, 8)]
+        store(out, memory.ld_global(table, *place, 8, diagonal_origin=60))
         rows, columns = (plgpu.broadcasted_iota(jnp.int32, (64, 8), axis, layout=ptx.WGMMA) for axis in (0, 1))
         store(chosen, memory.ld_global_at(picks, jnp.int32(0), jnp.int32(1), rows >> 3, columns - 1))
 
