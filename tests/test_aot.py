@@ -130,6 +130,7 @@ BACKWARD = {
 
 
 # A few bytes, wherever the compiler was sent so far: with dp formed early or late, in slices of 8, 16 or 32 columns.
+UNTRIED = "a fixed order of sums at head dims above 64 has not been tried on a GPU"  # but it compiles
 SPILLS = {("block mask", 64), ("three at once", 128)}
 
 
@@ -139,7 +140,8 @@ def backward_report(H, D, keys, *, packed=False, **kwargs):
         call = ragged.prepare(q[0], k[0], v[0], jnp.array([0, 100, 1300, 2000], jnp.int32), **kwargs)
     else:
         call = prepare(q, k, v, **kwargs)
-    assert mosaic.why_not_backward(call.problem) is None
+    untried = call.problem.deterministic and max(H, D) > 64
+    assert mosaic.why_not_backward(call.problem) == (UNTRIED if untried else None)
     leaves, structure = jax.tree.flatten((call.arrays, call.context))
     out, lse = np.zeros((*q.shape[:3], D), q.dtype), np.zeros(q.shape[:3], np.float32)
 

@@ -17,7 +17,7 @@ from jattn.pallas.attention_gradients import backward, why_not_backward
 from jattn.pallas.hopper.attention_forward import launch
 from jattn.pallas.hopper.forward_plan import Inputs, Plan
 from jattn.pallas.lowering import readable, with_bools
-from jattn.pallas.packing import clipped_offsets, most_tiles, owner, running
+from jattn.pallas.packing import clipped_offsets, most_tiles, owner, running, with_ends
 
 __all__ = ["PLATFORM", "SUMS", "backward", "choose", "forward", "why_not", "why_not_backward", "why_not_here"]
 
@@ -173,11 +173,7 @@ def _packed_sequences(plan, context, spec):
     cu_queries, cu_keys = clipped_offsets(context.cu_queries, plan.T), clipped_offsets(context.cu_keys, plan.S)
     count = cu_queries.shape[0] - 1
 
-    def column(x, before=0, after=0):
-        x = jnp.broadcast_to(jnp.asarray(x, jnp.int32).reshape(-1), (count,))
-        ends = [jnp.asarray(e, jnp.int32).reshape(1) for e in (before, after, 0)]
-        return jnp.concatenate([x, *ends])
-
+    column = functools.partial(with_ends, count)
     rows, keys = jnp.diff(cu_queries), jnp.diff(cu_keys)
     queries = rows if context.query_lengths is None else jnp.clip(context.query_lengths, 0, rows)
     keys = keys if spec.key_length is None else jnp.clip(spec.key_length.reshape(-1), 0, keys)

@@ -14,7 +14,7 @@ from jattn.pallas import configs, lowering, partition, primitives, schedule
 from jattn.pallas.hopper import attention_backward
 from jattn.pallas.hopper.backward_plan import Inputs, Plan
 from jattn.pallas.lowering import readable, with_bools
-from jattn.pallas.packing import clipped_offsets, most_tiles, owner, running
+from jattn.pallas.packing import clipped_offsets, most_tiles, owner, running, with_ends
 
 _MULTIPROCESSORS = 132  # of an H100 or H200 SXM; on a card with fewer, the rest of the blocks run afterwards
 
@@ -191,11 +191,7 @@ def _packed(plan, context, spec):
     cu_queries, cu_keys = clipped_offsets(context.cu_queries, plan.T), clipped_offsets(context.cu_keys, plan.S)
     count, block = cu_queries.shape[0] - 1, plan.config.block_q
 
-    def column(x, before=0, after=0):
-        x = jnp.broadcast_to(jnp.asarray(x, jnp.int32).reshape(-1), (count,))
-        ends = [jnp.asarray(e, jnp.int32).reshape(1) for e in (before, after, 0)]
-        return jnp.concatenate([x, *ends])
-
+    column = functools.partial(with_ends, count)
     queries, keys = jnp.diff(cu_queries), jnp.diff(cu_keys)
     used_queries = queries if context.query_lengths is None else jnp.clip(context.query_lengths, 0, queries)
     used_keys = keys if spec.key_length is None else jnp.clip(spec.key_length.reshape(-1), 0, keys)
@@ -244,4 +240,6 @@ def why_not_backward(problem) -> str | None:
     widths = [configs.padded_width(width) for width in (problem.H, problem.D)]
     if widths not in ([64, 64], [128, 128]):
         return f"head dims must both be up to 64, or both from 65 to 128, not H={problem.H}, D={problem.D}"
+    if problem.deterministic and widths == [128, 128]:
+        return "a fixed order of sums at head dims above 64 has not been tried on a GPU"
     return primitives.why_not(problem.slope_operations)

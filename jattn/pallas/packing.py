@@ -28,3 +28,10 @@ def most_tiles(rows: int, sequences: int, tile_rows: int) -> int:
     """Tiles that all sequences have at most, the rows before the first and after the last sequence included."""
     count = min(sequences + 2, rows)
     return count + (rows - count) // tile_rows
+
+
+def with_ends(count: int, x, before=0, after=0):
+    """int32 `[count + 3]`: a number of each sequence, of the rows before the first and after the last, and 0 for a
+    sequence of nothing."""
+    x = jnp.broadcast_to(jnp.asarray(x, jnp.int32).reshape(-1), (count,))
+    return jnp.concatenate([x, *(jnp.asarray(e, jnp.int32).reshape(1) for e in (before, after, 0))])
