@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import timing
+from benchmarks import sparse
 from benchmarks.sparse import AGREEMENT, MEMORY, TENSOR
 from jattn.compressed import EntryIndex, EntrySource, csa_attention, grouped_output, hca_attention
 from jattn.compressed_cache import CompressedCache
@@ -134,30 +134,7 @@ TINY = dict(B=2, T=21, N=4, D=80, m=4, past=0, top_k=3, window=6, index_heads=2,
 
 def compressed(arguments):
     """Wall time of every stage, with the roofline of an H200."""
-    cpu = jax.default_backend() == "cpu"
-    dtype = "float32" if cpu else "bfloat16"
-    for stage in SMALL if cpu else LARGE:
-        if arguments.only not in f"{stage.op} {stage}":
-            continue
-        gate(stage, dtype)
-        run, inputs = call(stage, dtype)
-        jax.block_until_ready(run(*inputs))
-        taken = timing.interleaved({"stage": functools.partial(run, *inputs)}, arguments.repeats)["stage"]
-        compute, memory = stage.roofline
-        yield {
-            "stage": stage.op.ljust(16),
-            "shape": str(stage),
-            "dtype": dtype,
-            "pass": "fwd+bwd" if stage.backward else "fwd",
-            "implementation": "xla",
-            "us": round(taken * 1e6, 1),
-            "tflops": round(stage.flops / taken / 1e12, 4),
-            "gbytes_per_s": round(stage.bytes / taken / 1e9, 2),
-            "h200_compute_us": round(compute * 1e6, 2),
-            "h200_memory_us": round(memory * 1e6, 2),
-            "h200_bound": "compute" if compute > memory else "memory",
-            "times_roofline": "" if cpu else round(taken / max(compute, memory), 1),
-        }
+    yield from sparse.timed(SMALL, LARGE, gate, call, arguments)
 
 
 def call(stage, dtype):

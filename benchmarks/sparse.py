@@ -110,9 +110,15 @@ TINY = dict(rows=4, N=3, S=96)  # the shape that a stage is gated by
 
 def sparse(arguments):
     """Wall time of every stage, with the roofline of an H200."""
+    yield from timed(SMALL, LARGE, gate, call, arguments)
+
+
+def timed(small, large, gate, call, arguments):
+    """A row for each stage, `small` ones on a CPU, that `gate(stage, dtype)` lets pass; `call(stage, dtype)` gives its
+    compiled function and inputs."""
     cpu = jax.default_backend() == "cpu"
     dtype = "float32" if cpu else "bfloat16"
-    for stage in SMALL if cpu else LARGE:
+    for stage in small if cpu else large:
         if arguments.only not in f"{stage.op} {stage}":
             continue
         gate(stage, dtype)
