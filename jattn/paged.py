@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn import _check, _dispatch
 from jattn._mask import parts
+from jattn._platform import only_on
 from jattn._problem import CacheArrays, Options, Problem, accumulator
 from jattn._tile import Shape
 from jattn._varying import vary, varying_axes
@@ -364,7 +366,21 @@ def _in_auto_mode(attend, arrays):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _attend(op, options, arrays):
-    out, lse = _dispatch.module(op, options.implementation).forward(arrays, options)
+    here = functools.partial(_attend_on, op, options)
+    if options.elsewhere is None:
+        return here(arrays)
+    elsewhere = functools.partial(_attend_on, op, options.elsewhere)
+    return lax.platform_dependent(
+        arrays, default=elsewhere, **{_dispatch.module(op, options.implementation).PLATFORM: here}
+    )
+
+
+def _attend_on(op, options, arrays):
+    module = _dispatch.module(op, options.implementation)
+    if module.PLATFORM is not None:
+        query = only_on(module.PLATFORM, arrays.query, f"implementation={options.implementation!r}")
+        arrays = dataclasses.replace(arrays, query=query)
+    out, lse = module.forward(arrays, options)
     return out.astype(arrays.query.dtype), lse
 
 
