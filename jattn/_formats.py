@@ -22,6 +22,12 @@ _E4M3, _E2M1 = 448.0, 6.0
 _FLOOR = 1e-4  # the largest magnitude that a scale is made for is at least this
 
 
+def stored(x):
+    """`x`, rounded even where it is read back at once: a compiler that sees a conversion to a narrower float and back
+    may leave out both (XLA does, for GPUs)."""
+    return lax.optimization_barrier(x)
+
+
 def bytes_of(x):
     """`x [..., n]` as the bytes it is stored in, uint8 `[..., n · itemsize]`, lowest first."""
     return lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], x.shape[-1] * x.dtype.itemsize)
@@ -74,7 +80,7 @@ def quantize_fp8(x, block=None, *, power_of_two=False):
     else:
         scale = top * np.float32(1 / _E4M3)
         values = blocks / scale[..., None]
-    codes = jnp.clip(values, -_E4M3, _E4M3).astype(jnp.float8_e4m3fn)
+    codes = stored(jnp.clip(values, -_E4M3, _E4M3).astype(jnp.float8_e4m3fn))
     return codes.reshape(x.shape), scale
 
 
@@ -117,7 +123,8 @@ def pack_latent(latent, rope):
     """Rows of 656 bytes, uint8, of `latent [..., 512]` and `rope [..., 64]`: e4m3 codes, four float32 scales (one for
     128 channels, powers of two), and the rope part in bfloat16."""
     codes, scale = quantize_fp8(latent, 128, power_of_two=True)
-    return jnp.concatenate([bytes_of(codes), bytes_of(scale), bytes_of(rope.astype(jnp.bfloat16))], axis=-1)
+    rope = stored(rope.astype(jnp.bfloat16))
+    return jnp.concatenate([bytes_of(codes), bytes_of(scale), bytes_of(rope)], axis=-1)
 
 
 def unpack_latent(rows, dtype=jnp.float32):

@@ -79,7 +79,7 @@ class Rows584:
         plain = self.dim - self.rotary_dim
         codes, scales = _formats.quantize_fp8(x[..., :plain], BLOCK, power_of_two=True)
         fill = jnp.zeros((*x.shape[:-1], self.scale_bytes - plain // BLOCK), jnp.uint8)
-        rotary = _formats.bytes_of(x[..., plain:].astype(jnp.bfloat16))
+        rotary = _formats.bytes_of(_formats.stored(x[..., plain:].astype(jnp.bfloat16)))
         return jnp.concatenate([_formats.bytes_of(codes), rotary, _formats.encode_ue8m0(scales), fill], axis=-1)
 
     def decode(self, data, dtype):

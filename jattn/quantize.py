@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jattn import _formats
+
 __all__ = ["Quantized", "dequantize", "quantize"]
 
 #: storage dtype -> the largest magnitude that is used
@@ -96,7 +98,7 @@ def quantize(x, dtype="int8", *, per: str = "token", scale=None) -> Quantized:
     values = jnp.clip(x / over_values(found), -largest, largest)
     if dtype == jnp.int8:
         values = jnp.round(jnp.nan_to_num(values))
-    return dataclasses.replace(found, values=values.astype(dtype))
+    return dataclasses.replace(found, values=_formats.stored(values.astype(dtype)))
 
 
 def dequantize(x: Quantized, dtype=jnp.float32):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from compressed_cases import SINKS, J, N, chunk, draw, empty, equal, host, run, tokens
 
+import jattn
 from jattn.compressed import EntryIndex, EntrySource, csa_attention, hca_attention
 from jattn.compressed_cache import CompressedCache, Rows584
 from jattn.compressed_tokens import CompressState, Rotary
@@ -56,6 +57,38 @@ def test_a_page_of_rows_byte_by_byte():
     error = np.abs(back[:, :448] - x[0, :, :448]).reshape(3, 7, 64)
     assert (error <= np.maximum(block, 1e-4) * 2.0**-4).all() and np.any(error)
     assert not np.any(back[:, 64:128][0])
+
+
+STORED = Rows584(None, 4, 80, 16)
+ROUND_TRIPS = {  # into what is stored, and back
+    "rows of 584 bytes": (STORED.encode, lambda rows: STORED.decode(rows, jnp.float32)),
+    "rows of 656 bytes": (lambda x: jattn.pack_latent(jnp.tile(x, 7)[..., :512], x[..., :64]), jattn.unpack_latent),
+    "index keys": (jattn.indexer_quantize, lambda pair: jattn.indexer_dequantize(*pair)),
+    "a cache of keys": (lambda x: jattn.quantize(x[:, None], "float8_e4m3fn"), jattn.dequantize),
+}
+
+
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_what_is_read_at_once_is_rounded_all_the_same(name):
+    """In one program, where a compiler may find that a conversion undoes another."""
+    there, back = ROUND_TRIPS[name]
+    x = spread((2, 3, 80))
+    once = jax.jit(lambda x: back(there(x)))(x)
+    equal(host(once), host(jax.jit(back)(jax.jit(there)(x))))
+    rounded = np.asarray(once)
+    assert np.any(rounded.reshape(6, -1)[:, :64] != x.reshape(6, -1)[:, :64])
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_a_gpu_rounds_what_is_read_at_once(name):
+    """The program for an H200 has fp8 in it: XLA leaves out a conversion and its inverse where it sees both."""
+    import aot
+
+    there, back = ROUND_TRIPS[name]
+    x = jax.ShapeDtypeStruct((2, 3, 80), jnp.float32, sharding=aot.sharding())
+    text = jax.jit(lambda x: back(there(x))).lower(x).compile().as_text()
+    assert "f8e4m3fn[" in text and ("bf16[" in text) == name.startswith("rows")
 
 
 def test_widths_that_share_no_scale_are_refused():
