@@ -6,23 +6,20 @@ does.
 """
 
 import functools
-import importlib.util
-import unittest
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers_floor
 
 from jattn import rope
 from jattn.indexer import IndexerWeights, indexer_logits, indexer_project, indexer_select
 from jattn.mla import MLAWeights, mla_decode, mla_output, mla_prefill, mla_preprocess, mla_values
 from jattn.sparse import sparse_attention
 
-MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-if MISSING:
-    raise unittest.SkipTest(f"not installed: {', '.join(MISSING)}; pip install --group transformers")
+transformers_floor.skip_below()
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of other libraries

@@ -5,21 +5,18 @@ and tokens one at a time through the caches of both.
 """
 
 import functools
-import importlib.util
-import unittest
 import warnings
 
 import jax
 import numpy as np
 import pytest
+import transformers_floor
 
 from jattn.compressed import EntryIndex, EntrySource, csa_attention, grouped_output, hca_attention
 from jattn.compressed_cache import CompressedCache
 from jattn.compressed_tokens import Rotary, YarnScaling
 
-for package in ("torch", "transformers"):
-    if importlib.util.find_spec(package) is None:
-        raise unittest.SkipTest(f"needs {package}, an optional dependency of tests")
+transformers_floor.skip_below()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # theirs
     import torch
