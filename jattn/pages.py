@@ -79,6 +79,11 @@ class PageAllocator:
         """Pages that have owners, those of deferred releases included."""
         return self.num_pages - self.available
 
+    @property
+    def idle(self) -> int:
+        """Published pages without owners: kept to be shared, until their room is needed."""
+        return len(self._idle)
+
     def owners(self, page: int) -> int:
         """How many owners a page has."""
         return self._owners[self._check(page)]

@@ -197,8 +197,8 @@ def test_published_pages_outlive_their_owners_until_there_is_need():
     allocator.publish([2] * 8, new)
     allocator.release(old)
     allocator.release(new)
-    assert allocator.available == 4 and allocator.used == 0
-    assert allocator.match([1] * 9) == old  # used again: now the younger one
+    assert allocator.available == allocator.idle == 4 and allocator.used == 0
+    assert allocator.match([1] * 9) == old and allocator.idle == 2  # used again: now the younger one
     allocator.release(old)
     assert allocator.allocate(1) == new[1:]
     assert allocator.match([2] * 9) == new[:1]
