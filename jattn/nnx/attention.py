@@ -1,4 +1,4 @@
-"""`jattn.attention` in `flax.nnx`: an `attention_fn` for Flax's own modules, and `MultiHeadAttention`."""
+"""An `attention_fn` for `flax.nnx` modules, and `MultiHeadAttention`, on `jattn.attention`."""
 
 import functools
 
@@ -7,6 +7,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jattn import _flax
+from jattn.nnx._layer import dropout_key
 
 __all__ = ["MultiHeadAttention", "attention_fn", "make_attention_fn"]
 
@@ -75,9 +76,19 @@ def attention_fn(
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     return _flax.attend(
-        query, key, value, bias=bias, mask=mask, is_causal=is_causal, input_positions=input_positions,
-        dropout_rng=dropout_rng, dropout_rate=dropout_rate, deterministic=deterministic, precision=precision,
-        module=module, options=options,
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        is_causal=is_causal,
+        input_positions=input_positions,
+        dropout_rng=dropout_rng,
+        dropout_rate=dropout_rate,
+        deterministic=deterministic,
+        precision=precision,
+        module=module,
+        options=options,
     )
 
 
@@ -159,8 +170,15 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         _flax.refuse("attention_fn", flax_options.pop("attention_fn", None), "this module is jattn.attention's own")
         _refuse_decode(decode)
         super().__init__(
-            num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features, attention_fn=attention_fn,
-            decode=False, **flax_options,
+            num_heads,
+            in_features,
+            qkv_features,
+            out_features,
+            num_kv_heads,
+            in_kv_features,
+            attention_fn=attention_fn,
+            decode=False,
+            **flax_options,
         )
         self.is_causal = is_causal
         self.local_window_size = tuple(local_window_size) if isinstance(local_window_size, list) else local_window_size
@@ -211,12 +229,21 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         _refuse_decode(self.decode if decode is None else decode)
         _flax.refuse("sow_weights", sow_weights or None, "no T x S weights exist that could be sown")
         query, key, value = self._project(inputs_q, inputs_k, inputs_v, qkv_sharding)
-        deterministic = self._dropout_off(deterministic)
+        dropout = dropout_key(self, deterministic, rngs)
         x = self.attention_fn(
-            query, key, value, mask=mask, is_causal=self.is_causal if is_causal is None else is_causal,
-            broadcast_dropout=self.broadcast_dropout, dropout_rng=None if deterministic else self._dropout_rng(rngs),
-            dropout_rate=self.dropout_rate, deterministic=deterministic, dtype=self.dtype, precision=self.precision,
-            input_positions=input_positions, options=self._options(segment_ids),
+            query,
+            key,
+            value,
+            mask=mask,
+            is_causal=self.is_causal if is_causal is None else is_causal,
+            broadcast_dropout=self.broadcast_dropout,
+            dropout_rng=dropout,
+            dropout_rate=self.dropout_rate,
+            deterministic=dropout is None,
+            dtype=self.dtype,
+            precision=self.precision,
+            input_positions=input_positions,
+            options=self._options(segment_ids),
         )
         return self.out(x, out_sharding=out_sharding)
 
@@ -242,24 +269,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             query, key = self.query_ln(query), self.key_ln(key)
         return query, key, self.value(inputs_v, out_sharding=sharding)
 
-    def _dropout_off(self, deterministic):
-        if self.dropout_rate == 0.0:
-            return True
-        deterministic = self.deterministic if deterministic is None else deterministic
-        if deterministic is None:
-            raise ValueError(f"deterministic must be given, to the call or before: dropout_rate={self.dropout_rate}")
-        return deterministic
-
-    def _dropout_rng(self, rngs):
-        rngs = self.rngs if rngs is None else rngs
-        if rngs is None:
-            raise ValueError("rngs must be given to the call of a module made with keep_rngs=False")
-        return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
-
     def _options(self, segment_ids):
         return dict(
-            local_window_size=self.local_window_size, logits_soft_cap=self.logits_soft_cap, segment_ids=segment_ids,
-            rope=self.rope, sinks=None if self.sinks is None else self.sinks[...], implementation=self.implementation,
+            local_window_size=self.local_window_size,
+            logits_soft_cap=self.logits_soft_cap,
+            segment_ids=segment_ids,
+            rope=self.rope,
+            sinks=None if self.sinks is None else self.sinks[...],
+            implementation=self.implementation,
         )
 
 
