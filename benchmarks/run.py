@@ -10,6 +10,7 @@ import jattn
 from benchmarks import (
     attention,
     compressed,
+    decode,
     gpu,
     linear,
     providers,
@@ -122,9 +123,10 @@ def sparse_stages(arguments):
 
 SUITES = {
     "cpu": cpu, "memory": memory, "attention": attention.attention, "tune": tune.tune, "sequence": sequence.sequence,
-    "linear": linear.linear_suite, "sparse": sparse_stages,
+    "linear": linear.linear_suite, "sparse": sparse_stages, "decode": decode.decode, "paged": decode.paged,
 }  # fmt: skip
 ON_GPU = ("attention", "tune")
+CACHES = ("decode", "paged")
 
 
 def parser():
@@ -138,11 +140,13 @@ def parser():
             "--repeats", type=int, default=rounds, help=f"rounds; the median is reported (default {rounds})"
         )
         command.add_argument("--no-record", action="store_true", help="print the rows, leave the CSV file alone")
-        if name in ON_GPU:
+        if name in (*ON_GPU, *CACHES):
             command.add_argument(
                 "--budget", type=float, default=float("inf"), metavar="SECONDS", help="start no shape after that time"
             )
     _attention_options(commands.choices["attention"])
+    for name in CACHES:
+        _cache_options(commands.choices[name])
     command = commands.add_parser("plot", help="draw a suite's latest rows beside its CSV file")
     command.add_argument("of", choices=("attention", "cpu", "memory"))
     return top
@@ -156,6 +160,15 @@ def _attention_options(command):
         "--providers", type=lambda text: text.split(","), default=names, metavar="NAME,...", help=",".join(names)
     )
     command.add_argument("--flex", action="store_true", help="also PyTorch FlexAttention (forward, features)")
+
+
+def _cache_options(command):
+    tables = dict(choices=("targets", "sweep"), default="targets")
+    command.add_argument("--table", **tables, help="which shapes; a CPU has small ones (default targets)")
+    command.add_argument(
+        "--providers", type=lambda text: text.split(","), metavar="NAME,...",
+        help=f"jattn IMPLEMENTATION, {', '.join(decode.PEERS)} (default all)",
+    )  # fmt: skip
 
 
 def main(argv=None):

@@ -179,6 +179,7 @@ class Server:
 
     def advance(self):
         """One step: launched, then those who leave, then its tokens."""
+        self.allocator.collect()
         self.admit()
         counts = self.counts()
         found = self.launch(counts)
@@ -292,6 +293,12 @@ def alone(step, params, config, stored, requests):
     return {request.number: request.answer for request in asked}
 
 
+@functools.cache
+def whole(graphdef):
+    """The compiled model over whole sequences."""
+    return jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens, jnp.zeros(tokens.shape, jnp.int32)))
+
+
 def without_a_cache(graphdef, params, config, requests):
     """number -> the model's own (next tokens, their logits) behind every token of the answer but the last, and behind
     the prompt: greedy generation without a cache gives the answer if and only if it is these tokens."""
@@ -299,8 +306,7 @@ def without_a_cache(graphdef, params, config, requests):
     tokens = np.zeros((config.requests, config.longest), np.uint8)
     for row, request in enumerate(answered):
         tokens[row, : len(request.tokens)] = request.tokens
-    logits = jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens, jnp.zeros(tokens.shape, jnp.int32)))
-    logits = np.asarray(logits(params, tokens))
+    logits = np.asarray(whole(graphdef)(params, tokens))
     found = {}
     for row, request in enumerate(answered):
         mine = logits[row, len(request.prompt) - 1 : len(request.tokens) - 1]
