@@ -28,8 +28,9 @@ def disturb(layer, seed=0):
     return layer
 
 
-@functools.partial(nnx.jit, static_argnames="decode")
-def call(layer, x, decode=False, **options):
+@functools.partial(nnx.jit, static_argnames=("decode", "deterministic"))
+def call(layer, x, decode=False, deterministic=None, **options):
+    options |= {} if deterministic is None else dict(deterministic=deterministic)
     return layer(x, decode=decode, **options)
 
 

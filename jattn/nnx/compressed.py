@@ -57,7 +57,8 @@ class _CompressedLayer(CachedLayer):
         project = functools.partial(
             nnx.LinearGeneral, kernel_init=kernel_init, kernel_metadata=kernel_metadata, **common
         )
-        norm = functools.partial(nnx.RMSNorm, epsilon=epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        # Flax's module for its parameter; its norm does not run in 16 bits under strict dtype promotion.
+        norm = functools.partial(nnx.RMSNorm, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs)
         out = functools.partial(
             nnx.LinearGeneral, kernel_init=out_kernel_init or kernel_init,
             kernel_metadata=out_kernel_metadata or kernel_metadata, **common,
@@ -102,15 +103,16 @@ class _CompressedLayer(CachedLayer):
             )
         else:
             x, batch = inputs, ()
-        latent = self.query_norm(self.query_down(x))
+        latent = rms_norm(self.query_down(x), self.query_norm.scale[...], self.epsilon)
         query = self.query_up(latent)
         query = rms_norm(query, jnp.ones((), query.dtype), self.epsilon)
+        kv = rms_norm(self.kv(x), self.kv_norm.scale[...], self.epsilon)
         options = dict(
             scale=self.scale, window=self.window, sinks=self.sinks[...], rotary=self.rotary, eps=self.epsilon,
             seq_lengths=seq_lengths, cu_seqlens=cu_seqlens,
         )  # fmt: skip
         cache = self.cached.get_value() if decode else None
-        out = self._attend(query, self.kv_norm(self.kv(x)), x, latent, cache, options)
+        out = self._attend(query, kv, x, latent, cache, options)
         if decode:
             out, cache = out
             self.cached.set_value(cache)

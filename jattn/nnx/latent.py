@@ -35,7 +35,6 @@ class MultiHeadLatentAttention(CachedLayer):
         num_heads: N.
         in_features: of the inputs.
         qkv_features: N times H, the channels of a query and a key that are not rotated; None is `in_features`.
-        out_features: None is `in_features`.
         latent_features: C of the latent of keys and values; None is 4 H.
         rope_features: R, channels of a query and a key with positions, which one key shares among the heads; None is
             H / 2.
@@ -76,7 +75,6 @@ class MultiHeadLatentAttention(CachedLayer):
         num_heads,
         in_features,
         qkv_features=None,
-        out_features=None,
         *,
         latent_features=None,
         rope_features=None,
@@ -105,7 +103,6 @@ class MultiHeadLatentAttention(CachedLayer):
         _flax.refuse("use_bias", use_bias or None, "absorbed queries have no place for biases")
         _flax.check_precision(precision)
         self.num_heads, self.in_features = num_heads, in_features
-        self.out_features = in_features if out_features is None else out_features
         self.head_dim = H = heads(num_heads, in_features, qkv_features)
         self.latent_features = 4 * H if latent_features is None else latent_features
         self.rope_features = H // 2 if rope_features is None else rope_features
@@ -130,7 +127,7 @@ class MultiHeadLatentAttention(CachedLayer):
         self.key_up, self.value_up = project(C, (N, H)), project(C, (N, D))
         self.gate = nnx.data(project(in_features, (N, D)) if gated else None)
         self.out = project(
-            (N, D), self.out_features, axis=(-2, -1), kernel_init=out_kernel_init or kernel_init,
+            (N, D), in_features, axis=(-2, -1), kernel_init=out_kernel_init or kernel_init,
             kernel_metadata=out_kernel_metadata or kernel_metadata,
         )  # fmt: skip
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None
@@ -166,7 +163,7 @@ class MultiHeadLatentAttention(CachedLayer):
                 following of sequence b.
 
         Returns:
-            `[*B, T, out_features]`. With `decode` there are no derivatives for few tokens, and what is behind the room
+            `[*B, T, in_features]`. With `decode` there are no derivatives for few tokens, and what is behind the room
             in the cache is not kept and has no meaning: `jattn.debug.check_lengths` finds it in `cache_index`.
 
         Raises:
