@@ -43,8 +43,8 @@ def _suite(suite, arguments):
         if time.perf_counter() - start > arguments.budget:
             print(f"stopped after {arguments.budget:.0f} s; not measured: {'; '.join(map(str, wanted[done:]))}")
             return
-        times, launches = case_times(case, dtype, arguments, on_gpu)
-        yield from rows(case, dtype, times, launches, ceiling)
+        times, counts = case_times(case, dtype, arguments, on_gpu)
+        yield from rows(case, dtype, times, counts, ceiling)
 
 
 def read_rate(on_gpu):
@@ -64,8 +64,8 @@ def measured(functions, repeats, on_gpu):
 
 
 def case_times(case, dtype, arguments, on_gpu):
-    """(name -> Time, name -> launches) of those who agree. Of jattn also what the case is compared with, in the same
-    run: "NAME, plain" over a cache that is not quantised, "NAME, equal" with as many tokens in every sequence."""
+    """(name -> Time, name -> kernels in a call) of those who agree. Of jattn also what the case is compared with, in
+    the same run: "NAME, plain" over a cache that is not quantised, "NAME, equal" with as many tokens in all sequences."""
     functions = agreeing(case, dtype, arguments.providers, on_gpu)
     ours = [name for name in functions if name.startswith("jattn ")]
     timed = dict(functions)
@@ -73,8 +73,13 @@ def case_times(case, dtype, arguments, on_gpu):
         other = dataclasses.replace(case, **change)
         found = agreeing(other, dtype, ours, on_gpu) if other != case and ours else {}
         timed |= {f"{name}, {what}": call for name, call in found.items()}
-    launches = {name: len(gpu.launches(f, x, 1)[0]) for name, (f, x) in functions.items()} if on_gpu else {}
-    return measured(timed, arguments.repeats, on_gpu), launches
+    counts = {name: gpu.attempt(name, functools.partial(launches, *call)) for name, call in functions.items() if on_gpu}
+    return measured(timed, arguments.repeats, on_gpu), counts
+
+
+def launches(function, inputs):
+    """How many kernels a call is."""
+    return len(gpu.launches(function, inputs, 1)[0])
 
 
 def agreeing(case, dtype, asked, on_gpu):
@@ -174,7 +179,7 @@ def triton(case, data):
 PEERS = {"cudnn": cudnn, "fa3": fa3, "tokamax": tokamax, "triton": triton, "jax.nn": jax_nn}
 
 
-def rows(case, dtype, times, launches, ceiling):
+def rows(case, dtype, times, counts, ceiling):
     """A row for each implementation, its time relative to that of every other and of simpler caches in the same run."""
     peak = PEAK.get(jax.devices()[0].device_kind)
     size = case.bytes(dtype)
@@ -193,7 +198,7 @@ def rows(case, dtype, times, launches, ceiling):
             "implementation": name,
             "us": round(1e3 * taken.total, 2),
             "wall_us": round(1e3 * taken.wall, 2),
-            "launches": launches.get(name, ""),
+            "launches": counts.get(name) or "",
             "gbytes_per_s": round(rate / 1e9, 2),
             "percent_of_read": round(100 * rate / ceiling, 1),
             "percent_of_peak": round(100 * rate / peak, 1) if peak else "",
