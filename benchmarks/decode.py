@@ -65,7 +65,7 @@ def measured(functions, repeats, on_gpu):
 
 def case_times(case, dtype, arguments, on_gpu):
     """(name -> Time, name -> kernels in a call) of those who agree. Of jattn also what the case is compared with, in
-    the same run: "NAME, plain" over a cache that is not quantised, "NAME, equal" with as many tokens in all sequences."""
+    the same run: "NAME, plain" over a cache that is not quantised, "NAME, equal" with equally long sequences."""
     functions = agreeing(case, dtype, arguments.providers, on_gpu)
     ours = [name for name in functions if name.startswith("jattn ")]
     timed = dict(functions)

@@ -27,7 +27,7 @@ attend = jax.jit(functools.partial(paged_attention, return_residual=True), stati
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype, sizes", [("float32", (1, 64)), ("bfloat16", (16, 128)), ("float16", (32, 256))])
 def test_pages_in_any_order_are_the_contiguous_cache(dtype, sizes):
-    """NaN in every unused slot and page, junk in every unused entry, another order of pages each time."""
+    """NaN or Inf in every unused slot and page, junk in every unused entry, another order of pages each time."""
     q, k, v = draw(4, 2, dtype=dtype)
     want = decode_attention(q, k, v, LENGTHS, return_residual=True)
     hold(want, problem(q, k, v, LENGTHS))
@@ -35,6 +35,8 @@ def test_pages_in_any_order_are_the_contiguous_cache(dtype, sizes):
         cache = paged(k, v, LENGTHS, page_size, seed=page_size)
         equal(attend(q, cache), want)
         equal(attend(q, paged(k, v, LENGTHS, page_size, seed=7)), want)
+        pools = (jnp.where(jnp.isnan(x), jnp.inf, x).astype(x.dtype) for x in (cache.key_pages, cache.value_pages))
+        equal(attend(q, PagedCache(*pools, cache.block_tables, cache.lengths)), want)
     equal(decode_attention(q, *gather(cache), cache.lengths, return_residual=True), want)
 
 
