@@ -371,7 +371,7 @@ def plot(server, requests, path):
     middle.stackplot(clock, used, idle, labels=["in use", "kept to be shared"], colors=["C0", "C9"], step="mid")
     middle.axhline(server.allocator.num_pages, color="k", linestyle="--")
     middle.set(ylabel="pages")
-    middle.legend(loc="upper left")
+    middle.legend(loc="lower right", framealpha=1)
     bottom.bar(clock, decoding, color=COLORS["decode"], width=1)
     bottom.bar(clock, reading, bottom=decoding, color=COLORS["prefill"], width=1)
     bottom.axhline(server.config.rows, color="k", linestyle="--")
