@@ -46,13 +46,15 @@ def check_lse(got, truth, dtype):
     assert not error.size or error.max() <= LSE_TOLERANCE[str(dtype)], f"lse: error {error.max():.3g} in {dtype}"
 
 
-def attention(problem, call, primals=None, *, score_mod=None, aux=None, fold=None, dout=None, dlse=None, flatten=None):
+def attention(
+    problem, call, primals=None, *, score_mod=None, aux=None, fold=None, dout=None, dlse=None, flatten=None, jit=jax.jit
+):  # fmt: skip
     """Hold `call(primals) -> (out, lse)` and all its gradients against the oracle on `problem`; returns what it gave.
 
     `primals` is a dict of the differentiable inputs that `call` gets (default: those of the problem): query, key, value
     and, where used, bias, sinks, scale, aux. `score_mod` and `aux` are the problem's modifier for the dense baseline;
     `fold(gradient)` brings the gradient of the problem's aux to the shape of the primal one (default: a reshape).
-    `flatten(name, array)` turns a result of `call` into the problem's shape.
+    `flatten(name, array)` turns a result of `call` into the problem's shape. `jit` compiles it, and the baseline.
     """
     query = problem.query
     dtype, shape = query.dtype, (*query.shape[:3], problem.value.shape[-1])
@@ -63,13 +65,13 @@ def attention(problem, call, primals=None, *, score_mod=None, aux=None, fold=Non
         primals = {n: getattr(problem, n) for n in ("query", "key", "value", "bias", "sinks", "scale")}
         primals = {n: a for n, a in primals.items() if a is not None} | ({"aux": problem.aux} if problem.aux else {})
     flatten = flatten or (lambda name, a: a)
-    out, lse, got = jax.tree.map(np.asarray, _pullback(call)(primals, dout, dlse))
+    out, lse, got = jax.tree.map(np.asarray, _pullback(call, jit)(primals, dout, dlse))
     dout, dlse = dout.reshape(shape), dlse.reshape(shape[:3])
     truth_out, truth_lse = oracle.forward(problem)
     truth = oracle.backward(problem, dout, dlse)
     own = {n: getattr(problem, n) for n in primals if n != "aux"}
     own |= {"aux": problem.aux if aux is None else aux} if "aux" in primals else {}
-    yards = list(_baselines(problem, score_mod, own, dout, dlse))
+    yards = list(_baselines(problem, score_mod, own, dout, dlse, jit))
     assert out.dtype == dtype and lse.dtype == np.promote_types(np.float32, dtype if dtype.itemsize > 2 else np.float32)
     check("out", flatten("out", out), truth_out, [y["out"] for y in yards], dtype)
     check_lse(flatten("lse", lse), truth_lse, dtype)
@@ -85,7 +87,7 @@ def attention(problem, call, primals=None, *, score_mod=None, aux=None, fold=Non
     return out, lse, got
 
 
-def _pullback(call):
+def _pullback(call, jit=jax.jit):
     """Compiled (primals, dout, dlse) -> out, lse, gradients."""
 
     def run(primals, dout, dlse):
@@ -93,10 +95,10 @@ def _pullback(call):
         cotangent = dout.reshape(out.shape).astype(out.dtype), dlse.reshape(lse.shape).astype(lse.dtype)
         return out, lse, pull(cotangent)[0]
 
-    return jax.jit(run)
+    return jit(run)
 
 
-def _baselines(p, score_mod, primals, dout, dlse):
+def _baselines(p, score_mod, primals, dout, dlse, jit=jax.jit):
     """Three runs of the dense baseline, with the channels of q·k and of v in different order: name -> array."""
 
     def dense(d):
@@ -117,7 +119,7 @@ def _baselines(p, score_mod, primals, dout, dlse):
             keep_probability=p.keep_probability,
         )
 
-    run, rng = _pullback(dense), np.random.default_rng(6)
+    run, rng = _pullback(dense, jit), np.random.default_rng(6)
     for shuffled in (False, True, True):
         h, d = (rng.permutation(n) if shuffled else np.arange(n) for n in (p.query.shape[-1], p.value.shape[-1]))
         order = dict(query=h, key=h, value=d)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 
 import cases
@@ -10,6 +11,14 @@ import jax
 import numpy as np
 import oracle
 import pytest
+
+
+def quickly(dtype):
+    """jit of the same program in less time, on a CPU: no mask is folded by an interpreter, nothing is optimised that
+    runs once. Where rounding is all the error there is, sums stay as optimisation orders them."""
+    options = {"xla_disable_hlo_passes": "constant_folding"}
+    options |= {} if dtype == "float64" else {"xla_backend_optimization_level": 0}
+    return functools.partial(jax.jit, compiler_options=options) if jax.default_backend() == "cpu" else jax.jit
 
 
 def x64(dtype):
@@ -134,7 +143,7 @@ def test_table_is_a_covering_design():
 @pytest.mark.parametrize("case", cases.CASES, ids=cases.case_id)
 def test_case(case):
     """Output, lse and all gradients obey the error rule; the inputs hold NaN and Inf where no trace is promised."""
-    check_case(case)
+    check_case(case, quickly(case.dtype))
 
 
 QUICK = cases.Case(
@@ -165,7 +174,7 @@ def test_one_case_with_many_features():
     check_case(QUICK)
 
 
-def check_case(case):
+def check_case(case, jit=jax.jit):
     from jattn import attention
 
     x = cases.make_inputs(case)
@@ -193,4 +202,5 @@ def check_case(case):
             flatten=flatten,
             dout=x["dout"],
             dlse=x["dlse"] if case.dlse else np.zeros_like(x["dlse"]),
+            jit=jit,
         )
