@@ -23,6 +23,10 @@ EMULATED = {
     "prefix, a group of two heads": dict(T=65, S=65, H=128, mask="prefix", batch="2"),
     "modifier with arrays": dict(T=65, S=63, H=128, score_mod="aux", is_causal=True, offset="5"),
     "bias that hides": dict(T=64, S=129, H=64, bias="BNTS", minus_inf=True, soft_cap="5"),
+    "head dim 256, causal": dict(T=65, S=65, H=256, G=1, is_causal=True, dlse=True),
+    "head dims of three slabs and one, two tiles of keys": dict(
+        T=33, S=66, H=136, D="less", is_causal=True, offset="end", key_lengths=True, poison=True
+    ),
     "dropout, odd offset": dict(T=64, S=65, H=128, dropout="0.1", offset="5", query_lengths=True, poison=True),
 }
 TAKES_LONG_TO_EMULATE = {
@@ -34,6 +38,11 @@ TAKES_LONG_TO_EMULATE = {
     "alibi, soft cap": dict(T=65, S=63, H=64, score_mod="alibi", soft_cap="5", offset="5"),
     "relative bias, traced scale": dict(T=63, S=65, H=64, score_mod="relative", scale="traced"),
     "dropout": dict(T=65, S=65, H=64, dropout="0.5", is_causal=True),
+    "head dim 256, groups, everything": dict(
+        T=129, S=129, H=256, G=2, is_causal=True, offset="5", dropout="0.1", soft_cap="5", score_mod="aux", dlse=True
+    ),
+    "mixed head dims, segments": dict(T=130, S=130, H=80, D="more", segments="sorted", is_causal=True, sinks=True),
+    "wide window": dict(T=255, S=255, H=256, D="less", G=1, window="40,-2", offset="5", heavy=True),
 }
 
 
@@ -84,7 +93,7 @@ RUNS = [(None, "bfloat16"), ("xla", "bfloat16"), ("xla", "float32")]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width, group", [(64, 1), (128, 1), (128, 4)])
+@pytest.mark.parametrize("width, group", [(64, 1), (128, 1), (128, 4), (256, 2)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_long_sequences_agree_with_plain_jax(width, group, causal):
     q, k, v = (jnp.asarray(x) for x in cases.qkv(B=2, T=1500, S=1500, N=4, K=4 // group, H=width, dtype="bfloat16"))

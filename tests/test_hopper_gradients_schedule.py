@@ -57,7 +57,7 @@ def visits(plan, found, batch, head, number):
         at = min(batch, found["lists"].shape[0] - 1), min(head, found["lists"].shape[1] - 1), number
         _, count, *blocks = found["lists"][at]
         return [(b, None if found["ranks"] is None else found["ranks"][at][i]) for i, b in enumerate(blocks[:count])]
-    sequence, key, start, blocks = batch, number * plan.config.KEYS, 0, plan.query_blocks
+    sequence, key, start, blocks = batch, number * plan.config.keys, 0, plan.query_blocks
     if plan.packed:
         sequence, key = found["packed"][number]
         start, blocks = found["sequences"][sequence, 6] // plan.config.block_q, found["sequences"][sequence, 7]
@@ -113,7 +113,7 @@ def test_every_visible_element_is_visited(name):
         offset = call.context.query_offset
         offset = call.options.query_offset if offset is None else offset.reshape(-1, 1, 1, 1)
         visible = np.broadcast_to(call.context.mask.possible(Grid(T, S, 1, 1, offset))[0], (2, 4, T, S))
-    bq, bk = plan.config.block_q, plan.config.KEYS
+    bq, bk = plan.config.block_q, plan.config.keys
     for batch in range(2):
         for head in range(4):
             for number in range(plan.tiles):

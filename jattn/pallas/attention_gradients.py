@@ -17,6 +17,7 @@ from jattn.pallas.lowering import readable, with_bools
 from jattn.pallas.packing import clipped_offsets, most_tiles, owner, running, with_ends
 
 _MULTIPROCESSORS = 132  # of an H100 or H200 SXM; on a card with fewer, the rest of the blocks run afterwards
+_FEWEST = 78  # of a Hopper card: an H20
 
 
 def backward(
@@ -72,7 +73,7 @@ def _plan(arrays, context, options):
     features = [x is not None for x in (spec.rule, options.mod, options.soft_cap, arrays.bias)]
     dropout = options.dropout_threshold > 0
     config = configs.backward_config(
-        max(H, D), features=sum(features) + dropout, modifier=options.mod is not None, dropout=dropout,
+        H, D, features=sum(features) + dropout, modifier=options.mod is not None, dropout=dropout,
         deterministic=options.deterministic,
     )  # fmt: skip
     blocks = T // config.block_q + sequences + 3 if packed else -(-T // config.block_q)
@@ -81,7 +82,7 @@ def _plan(arrays, context, options):
         right=spec.right, offset=options.query_offset if context.query_offset is None else None,
         key_length=S if spec.key_length is None and not packed else None,
         query_length=T if context.query_lengths is None and not packed else None, config=config,
-        rows=blocks * config.block_q, packed_tiles=most_tiles(S, sequences, config.KEYS) if packed else None,
+        rows=blocks * config.block_q, packed_tiles=most_tiles(S, sequences, config.keys) if packed else None,
         soft_cap=options.soft_cap, mod=with_bools(options.mod, arrays.aux),
         aux_kinds=options.mod.kinds if options.mod else (), rule=spec.rule, biased=arrays.bias is not None,
         dropout_threshold=options.dropout_threshold, deterministic=options.deterministic,
@@ -113,17 +114,27 @@ def _table(plan, costs, multiprocessors):
     bytes_per_pair = plan.T * plan.group * (2 * (plan.H + plan.D) + 4 * plan.H)
     section = schedule.section_size(pairs, 1, bytes_per_pair, plan.config.section_mb << 20)
     if plan.deterministic:
-        existing = jnp.sum(costs > 0, dtype=jnp.int32) if plan.packed else plan.tiles
-        return schedule.last_first(pairs, plan.tiles, existing, section, blocks)
+        blocks = min(blocks, _at_the_same_time())
+        if plan.packed:
+            existing = jnp.sum(costs > 0, dtype=jnp.int32)
+            return schedule.last_first_of_existing(pairs, plan.tiles, existing, section, blocks)
+        known = (1.0,) * plan.tiles if costs is not None else _static_costs(plan)
+        return jnp.asarray(schedule.last_first(pairs, known, section, blocks))
     if costs is None:
         return jnp.asarray(schedule.table(pairs, _static_costs(plan), section, blocks))
     return schedule.deal(costs, pairs // costs.shape[0], section, blocks)
 
 
+def _at_the_same_time() -> int:
+    """Blocks that surely run at the same time, as those of a deterministic plan must, which wait for each other."""
+    device = jax.devices()[0]
+    return device.core_count if device.platform == "gpu" else _FEWEST
+
+
 def _static_costs(plan) -> tuple[float, ...]:
     """Query blocks of each key tile, as far as it is known now."""
     offset, length = plan.offset or 0, plan.S if plan.key_length is None else plan.key_length
-    ranges = (plan.block_range(i * plan.config.KEYS, offset, length, plan.query_blocks) for i in range(plan.tiles))
+    ranges = (plan.block_range(i * plan.config.keys, offset, length, plan.query_blocks) for i in range(plan.tiles))
     return tuple(float(plan.group * (end - begin)) for begin, end in ranges)
 
 
@@ -142,7 +153,7 @@ def _by_head(plan, x, fill):
 
 def _ranks(plan, sequences):
     """`Inputs.ranks` of ranges: the last tile that visits each block of queries."""
-    first = jnp.arange(plan.tiles, dtype=jnp.int32) * plan.config.KEYS
+    first = jnp.arange(plan.tiles, dtype=jnp.int32) * plan.config.keys
     offset, length = sequences[:, :1], sequences[:, 1:2]
     begin, _ = plan.block_range(first, offset, length, plan.query_blocks)
     begin = jnp.broadcast_to(begin, (sequences.shape[0], plan.tiles))
@@ -154,11 +165,11 @@ def _block_lists(plan, context):
     """`(Inputs.lists, Inputs.ranks, costs [groups of pairs, tiles])`."""
     config = plan.config
     offset = plan.offset if context.query_offset is None else context.query_offset.reshape(-1, 1, 1, 1)
-    some, every = context.mask.possible(Grid(plan.T, plan.S, config.block_q, config.KEYS, offset))
+    some, every = context.mask.possible(Grid(plan.T, plan.S, config.block_q, config.keys, offset))
     shape = (*jnp.broadcast_shapes(some.shape, every.shape)[:2], plan.query_blocks, plan.tiles)
     some, hidden = (_of_key_heads(plan, jnp.broadcast_to(x, shape)) for x in (some, ~every))
     tile = jnp.arange(plan.tiles, dtype=jnp.int32)[:, None]
-    cut = some & (hidden | ((tile + 1) * config.KEYS > plan.S))
+    cut = some & (hidden | ((tile + 1) * config.keys > plan.S))
     # Every tile visits a block, for its gradients to be written.
     first = jnp.arange(plan.query_blocks, dtype=jnp.int32) == 0
     nothing = ~jnp.any(some, axis=-1, keepdims=True) & first
@@ -212,12 +223,12 @@ def _packed(plan, context, spec):
 def _packed_tiles(plan, sequences):
     """`Inputs.packed`; of each tile the first block it visits, counted over all sequences; how many it visits."""
     offset, key_length, keys, blocks = (sequences[:, i] for i in (0, 1, 5, 7))
-    tiles = -(-keys // plan.config.KEYS)
+    tiles = -(-keys // plan.config.keys)
     ends = running(jnp.sum, tiles)
     number = jnp.arange(plan.tiles, dtype=jnp.int32)
     sequence = jnp.minimum(owner(ends, number), sequences.shape[0] - 1)
     exists = number < ends[-1]
-    key = jnp.where(exists, (number - (ends - tiles)[sequence]) * plan.config.KEYS, 0)
+    key = jnp.where(exists, (number - (ends - tiles)[sequence]) * plan.config.keys, 0)
     begin, end = plan.block_range(key, offset[sequence], key_length[sequence], blocks[sequence])
     first = sequences[sequence, 6] // plan.config.block_q + begin
     return jnp.stack([sequence, key], axis=1), first, jnp.where(exists, plan.group * (end - begin), 0)
@@ -237,9 +248,4 @@ def _packed_rows(plan, sequences, ends, x, fill):
 
 def why_not_backward(problem) -> str | None:
     """The reason why the backward kernel cannot run the problem, which the forward kernel runs, or None."""
-    widths = [configs.padded_width(width) for width in (problem.H, problem.D)]
-    if widths not in ([64, 64], [128, 128]):
-        return f"head dims must both be up to 64, or both from 65 to 128, not H={problem.H}, D={problem.D}"
-    if problem.deterministic and widths == [128, 128]:
-        return "a fixed order of sums at head dims above 64 has not been tried on a GPU"
     return primitives.why_not(problem.slope_operations)

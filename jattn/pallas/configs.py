@@ -91,28 +91,33 @@ class BackwardConfig:
 
     Attributes:
         block_q: queries per step, 64 or, for head dims to 64, 128.
+        keys: of a tile, 128 or, for wide and for mixed head dims, 64.
         separate: form dp only when the weights are known, for want of registers.
         section_mb: queries, their cotangents and sums of dq, in MiB, that the tiles running at one time share in L2.
     """
 
     block_q: int = 64
+    keys: int = 128
     separate: bool = False
     section_mb: int = 32
 
     WARPGROUPS = 2
-    KEYS = 128  # of a tile: 64 a warpgroup
 
 
 def backward_config(
-    head_dim: int, *, features: int = 0, modifier: bool = False, dropout: bool = False, deterministic: bool = False
-) -> BackwardConfig:
+    head_dim: int, value_dim: int, *, features: int = 0, modifier: bool = False, dropout: bool = False,
+    deterministic: bool = False,
+) -> BackwardConfig:  # fmt: skip
     """The config of the backward kernel.
 
     Args:
         features: how many there are of bias, modifier, soft cap, dropout and a mask with a rule. Each needs registers.
     """
-    if head_dim <= 64:
-        small = modifier or dropout or deterministic or features >= 3
+    widths = {padded_width(head_dim), padded_width(value_dim)}
+    if widths not in ({64}, {128}):
+        return BackwardConfig(keys=64)
+    if widths == {64}:
+        small = modifier or dropout or features >= 3
         return BackwardConfig(block_q=64 if small else 128, separate=features > 0 and not small)
     return BackwardConfig(block_q=64, separate=modifier or dropout or features >= 3)
 

@@ -49,14 +49,17 @@ def table(pairs: int, costs: tuple[float, ...], section: int, blocks: int) -> np
         blocks: persistent thread blocks, at most `pairs · len(costs)`.
     """
     costs_array = np.asarray(costs, np.float64)
-    order = tile_order(pairs, costs_array, section)
-    rounds = -(-len(order) // blocks)
-    if len(order) > MAX_SIMULATED_TILES or costs_array.min() == costs_array.max():
+    return _dealt(tile_order(pairs, costs_array, section), costs_array, blocks)
+
+
+def _dealt(order: np.ndarray, costs: np.ndarray, blocks: int) -> np.ndarray:
+    if len(order) > MAX_SIMULATED_TILES or costs.min() == costs.max():
+        rounds = -(-len(order) // blocks)
         dealt = np.full(rounds * blocks, -1, np.int32)
         dealt[: len(order)] = order
         dealt = dealt.reshape(rounds, blocks)
     else:
-        dealt = _simulate(order, costs_array[order % len(costs)] + TILE_OVERHEAD, blocks)
+        dealt = _simulate(order, costs[order % len(costs)] + TILE_OVERHEAD, blocks)
     counts = (dealt >= 0).sum(0, keepdims=True).astype(np.int32)
     return np.concatenate([dealt, counts, np.zeros_like(counts)])
 
@@ -85,23 +88,34 @@ def deal(costs: jax.Array, copies: int, section: int, blocks: int) -> jax.Array:
     return jnp.concatenate([items, counts, jnp.zeros_like(counts)])
 
 
-def last_first(pairs: int, tiles: int, existing, section: int, blocks: int) -> jax.Array:
-    """The same table with the last tiles of a pair first, dealt in turn: a tile that waits for what later tiles of its
-    pair have done waits for tiles dealt before it, so that one of the blocks can always go on.
+@functools.lru_cache(maxsize=256)
+def last_first(pairs: int, costs: tuple[float, ...], section: int, blocks: int) -> np.ndarray:
+    """`table` with the last tiles of a pair first: a tile that waits for what later tiles of its pair have done waits
+    for tiles dealt before it, so that one of the blocks can always go on, if all of them run at the same time."""
+    order = _last_first(np, np.arange(pairs * len(costs)), len(costs), len(costs), section)
+    return _dealt(order.astype(np.int32), np.asarray(costs, np.float64), blocks)
+
+
+def last_first_of_existing(pairs: int, tiles: int, existing: jax.Array, section: int, blocks: int) -> jax.Array:
+    """The same for a number of tiles that is known at run time only, dealt in turn.
 
     Args:
-        existing: int or int32 scalar: how many of a pair's tiles there are; a block without any works on one that does
-            not exist.
+        existing: int32 scalar: how many of a pair's tiles there are; a block without any works on one that does not
+            exist.
     """
     rounds = -(-pairs * tiles // blocks)
     number = np.arange(rounds * blocks, dtype=np.int32).reshape(rounds, blocks)
-    size = section * existing
-    begin = number // size * section  # the first pair of the section
-    pair, tile = begin + number % size % section, existing - 1 - number % size // section
     exists = number < pairs * existing
-    items = jnp.where(exists, pair * tiles + tile, jnp.minimum(existing, tiles - 1))
+    items = jnp.where(exists, _last_first(jnp, number, tiles, existing, section), jnp.minimum(existing, tiles - 1))
     counts = jnp.maximum(jnp.sum(exists, axis=0, keepdims=True, dtype=jnp.int32), 1)
     return jnp.concatenate([items, counts, jnp.zeros_like(counts)]).astype(jnp.int32)
+
+
+def _last_first(xp, number, tiles, existing, section):
+    """The work items of these places: section by section, in each the last tiles of all its pairs first."""
+    size = section * existing
+    pair = number // size * section + number % size % section
+    return xp.asarray(pair * tiles + existing - 1 - number % size // section)
 
 
 def _simulate(order: np.ndarray, costs: np.ndarray, blocks: int) -> np.ndarray:

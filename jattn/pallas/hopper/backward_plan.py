@@ -61,14 +61,14 @@ class Plan:
         return self.scale is None or self.biased or self.mod is not None or self.soft_cap is not None
 
     @property
-    def shared_keys(self) -> bool:
-        """Whether a warpgroup's part of dq sums over the keys of both: a part of 64 queries by 64 columns."""
-        return self.config.block_q * ptx.slabs(self.H) == 128
+    def wide(self) -> bool:
+        """Whether warpgroups divide the columns of the gradients between them instead of the keys (`backward_wide`)."""
+        return self.config.keys == ptx.TILE_ROWS
 
     @property
     def tiles(self) -> int:
         """Key tiles of one (batch, key/value head) pair."""
-        return self.packed_tiles if self.packed else -(-self.S // self.config.KEYS)
+        return self.packed_tiles if self.packed else -(-self.S // self.config.keys)
 
     @property
     def query_blocks(self) -> int:
@@ -78,12 +78,12 @@ class Plan:
     @property
     def cut_by_length(self) -> bool:
         """Whether a tile may have keys that do not exist."""
-        return self.key_length != self.S or self.S % self.config.KEYS != 0
+        return self.key_length != self.S or self.S % self.config.keys != 0
 
     def block_range(self, first_key, offset, key_length, query_blocks):
         """The query blocks `[begin, end)` that may see the tile that begins with `first_key`, at least one. Both ends
         grow with the key, which the order of deterministic sums relies on."""
-        block, last_key = self.config.block_q, minimum(first_key + self.config.KEYS, key_length) - 1
+        block, last_key = self.config.block_q, minimum(first_key + self.config.keys, key_length) - 1
         low = 0 if self.right is None else maximum(0, first_key - offset - self.right)
         begin = minimum(low // block, query_blocks - 1)
         begin = _where(first_key >= key_length, query_blocks - 1, begin)
@@ -152,7 +152,7 @@ def tile_of(x, r) -> Tile:
     item = x.table[jnp.minimum(r, x.items - 1), x.block]
     pair, number = lax.div(item, i32(p.tiles)), lax.rem(item, i32(p.tiles))
     batch, head = lax.div(pair, i32(p.K)), lax.rem(pair, i32(p.K))
-    sequence, key, place, query_blocks = batch, number * p.config.KEYS, {}, p.query_blocks
+    sequence, key, place, query_blocks = batch, number * p.config.keys, {}, p.query_blocks
     if p.packed:
         sequence, key = x.packed[number, 0], x.packed[number, 1]
         names = "queries_start", "keys_start", "keys", "rows_start"
@@ -175,6 +175,31 @@ def block_of(x, tile, i):
     return list_entry(x.lists, tile.batch, tile.head, tile.number, 2 + i) if x.plan.listed else tile.begin + i
 
 
+def head_of(x, tile, g):
+    """The g-th query head of a tile's group."""
+    return tile.head if x.plan.group == 1 else tile.head * x.plan.group + g
+
+
+def row_of(x, tile, i):
+    """First query, counted in its sequence, of a tile's i-th block."""
+    return block_of(x, tile, i) * x.plan.config.block_q
+
+
+def next_step(x, tile, g, i):
+    """The step after block i of head g in the group: the blocks of one head come after those of another."""
+    if x.plan.group == 1:
+        return g, i + 1
+    last = i + 1 == tile.blocks
+    return jnp.where(last, g + 1, g), jnp.where(last, 0, i + 1)
+
+
+def previous_step(x, tile, g, i):
+    """The step before it."""
+    if x.plan.group == 1:
+        return g, i - 1
+    return jnp.where(i == 0, g - 1, g), jnp.where(i == 0, tile.blocks, i) - 1
+
+
 def rank_of(x, tile, i, block):
     """How many tiles add to the tile's i-th block of dq before it does."""
     if x.plan.listed:
@@ -192,7 +217,7 @@ def masked_steps(x, tile):
     if p.rule is not None:
         return tile.blocks, tile.blocks
     first, last = i32(0), tile.blocks
-    key = tile.key + x.warpgroup * ptx.TILE_ROWS
+    key = tile.key + x.own_keys
     if p.right is not None:  # query blocks from the first on which sees the last of the keys
         row = jnp.maximum(key + (ptx.TILE_ROWS - 1) - tile.offset - p.right, 0)
         first = jnp.minimum(jnp.maximum(lax.div(row + (block - 1), i32(block)) - tile.begin, 0), tile.blocks)

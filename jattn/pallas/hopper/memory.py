@@ -44,6 +44,38 @@ def st_shared_zero_rows(ref, first_row) -> None:
     clear(ref, jnp.asarray(first_row, jnp.int32))
 
 
+def st_shared_zero_outside(ref, low, high) -> None:
+    """Zeroes the rows of a 16-bit matrix `[slabs, rows, 64]` outside `[low, high)`, by one warpgroup
+    (`st.shared.v4.b32`); see `st_shared_zero_rows`."""
+    count, rows, _ = ref.shape
+    if interpreting():
+        row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+        for i in range(count):
+            ref[i] = jnp.where((row >= low) & (row < high), ref[i], 0).astype(ref.dtype)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(ptx.TRANSFORMS), SCALAR, SCALAR))
+    def clear(_, ref, low, high):
+        thread = arith.remui(ptx.thread_index(), integer(128))
+        base = arith.addi(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), arith.muli(thread, integer(16)))
+        thread_row = arith.divui(thread, integer(8))  # 8 threads clear a row, 128 threads 16 rows
+        text = "{ .reg .pred p, q; .reg .b32 z; mov.b32 z, 0; setp.lt.s32 p, $1, $2; setp.ge.or.s32 q, $1, $3, p;"
+        text += " @q st.shared.v4.b32 [$0], {z, z, z, z}; }"
+        for i in range(count * rows // 16):
+            row = arith.addi(thread_row, integer(i * 16 % rows))
+            operands = [arith.addi(base, integer(i * 2048)), row, low.registers[()], high.registers[()]]
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,r,r,r", has_side_effects=True)
+
+    clear(ref, jnp.asarray(low, jnp.int32), jnp.asarray(high, jnp.int32))
+
+
+def float_smem(*leading):
+    """Room for float32 `[64, 64]`, as `st_shared` and `reduce_add` take it."""
+    return plgpu.SMEM(
+        (*leading, ptx.SLAB // FLOAT_SLAB, ptx.TILE_ROWS, FLOAT_SLAB), jnp.float32, transforms=ptx.TRANSFORMS
+    )
+
+
 def st_shared(array, ref) -> None:
     """Stores a float32 `[64, columns]` array, a multiple of 32 columns, to `ref [columns / 32, 64, 32]`, without bank
     conflicts (`st.shared.v2.f32`).
@@ -80,17 +112,21 @@ def st_shared(array, ref) -> None:
     store(array, ref)
 
 
-def stmatrix(array, ref) -> None:
-    """Stores a 16-bit `[64, columns]` array to `ref [slabs, 64, 64]`, without bank conflicts (`stmatrix`)."""
+def stmatrix(array, ref, column=None) -> None:
+    """Stores a 16-bit `[64, columns]` array to `ref [slabs, 64, 64]`, without bank conflicts (`stmatrix`); or to the
+    columns of a single slab from `column` on, a multiple of 16."""
     columns = array.shape[1]
+    if interpreting() and column is not None:
+        ref[0, :, pl.ds(column, columns)] = array
+        return
     if interpreting():
         for i in range(ptx.slabs(columns)):
             part = array[:, i * ptx.SLAB : (i + 1) * ptx.SLAB]
             ref[i] = jnp.pad(part, ((0, 0), (0, ptx.SLAB - part.shape[1])))
         return
 
-    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType(ptx.TRANSFORMS)))
-    def store(_, array, ref):
+    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType(ptx.TRANSFORMS), SCALAR))
+    def store(_, array, ref, column):
         words = ptx.pairs(array)  # per 8 columns: rows 0 to 7 of the warp, rows 8 to 15
         thread = ptx.thread_index()
         lane, warp = arith.remui(thread, integer(32)), arith.remui(arith.divui(thread, integer(32)), integer(4))
@@ -99,6 +135,7 @@ def stmatrix(array, ref) -> None:
         row = arith.addi(arith.muli(warp, integer(16)), arith.addi(in_group, lower))
         base = arith.addi(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), arith.muli(row, integer(2 * ptx.SLAB)))
         second = arith.divui(matrix_of_lane, integer(2))  # lanes 16 to 31 give the addresses of the second 8 columns
+        second = arith.addi(second, arith.divui(column.registers[()], integer(8)))
         for group in range(0, columns // 8, 2):
             count = min(4, len(words) - 2 * group)
             chunk = arith.xori(arith.addi(second, integer(group % 8)), in_group)
@@ -109,7 +146,42 @@ def stmatrix(array, ref) -> None:
             operands, kinds = [address, *words[2 * group : 2 * group + count]], ",".join("r" * (count + 1))
             llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, kinds, has_side_effects=True)
 
-    store(array, ref)
+    store(array, ref, jnp.asarray(0 if column is None else column, jnp.int32))
+
+
+def ldmatrix(ref, columns: int) -> jax.Array:
+    """The first columns, rounded up to a multiple of 16, of 16-bit `ref [slabs, 64, 64]`, in the WGMMA layout
+    (`ldmatrix`)."""
+    columns = -(-columns // 16) * 16
+    if interpreting():
+        value = jnp.concatenate([ref[i] for i in range(ref.shape[0])], axis=1)[:, :columns]
+        plgpu.commit_smem()  # to the emulation a copy into what was read is a race without it
+        return value
+    dtype = ref.dtype
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(ptx.TRANSFORMS),),
+        return_type=plgpu.ShapeDtypeStruct((ptx.TILE_ROWS, columns), dtype, layout=WGMMA),
+    )
+    def load(_, ref):
+        thread = ptx.thread_index()
+        lane, warp = arith.remui(thread, integer(32)), arith.remui(arith.divui(thread, integer(32)), integer(4))
+        in_group, matrix_of_lane = arith.remui(lane, integer(8)), arith.divui(lane, integer(8))
+        lower = arith.muli(arith.remui(matrix_of_lane, integer(2)), integer(8))
+        row = arith.addi(arith.muli(warp, integer(16)), arith.addi(in_group, lower))
+        base = arith.addi(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), arith.muli(row, integer(2 * ptx.SLAB)))
+        second = arith.divui(matrix_of_lane, integer(2))  # lanes 16 to 31 give the addresses of the second 8 columns
+        words, kind = [], llvm.StructType.get_literal([i32()] * 4)
+        for group in range(0, columns // 8, 2):
+            chunk = arith.xori(arith.addi(second, integer(group % 8)), in_group)
+            slab_start = (group // 8) * ptx.TILE_ROWS * 2 * ptx.SLAB
+            address = arith.addi(arith.addi(base, integer(slab_start)), arith.muli(chunk, integer(16)))
+            text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+            four = llvm.inline_asm(kind, [address], text, "=r,=r,=r,=r,r", has_side_effects=True)
+            words += [llvm.extractvalue(i32(), four, [i]) for i in range(4)]
+        return ptx.from_pairs(words, ir.MemRefType(ref.type).element_type)
+
+    return load(ref)
 
 
 # --- arrays in HBM, element by element --------------------------------------------------------------------------------
@@ -215,22 +287,27 @@ def ld_global_rows(ref, batch, row) -> jax.Array:
     return load(ref, jnp.asarray(batch, jnp.int32), jnp.asarray(row, jnp.int32), ptx.row_numbers())
 
 
-def st_global(ref, start, value: jax.Array, rows) -> None:
-    """Stores the first `rows` rows of `value [64, n]` to `ref [B, T, N, n]`, row r at `(batch, row + r, head)`.
+def st_global(ref, start, value: jax.Array, rows, column=None) -> None:
+    """Stores the first `rows` rows of `value [64, n]` to `ref [B, T, N, H]`, row r at `(batch, row + r, head)`.
 
     Args:
         ref: in HBM, of the value's dtype (float32 or 16 bits).
         start: (batch, row, head), int32 ptx.scalars.
         rows: int32 scalar of any value.
+        column: the first column, an int32 scalar and a multiple of 32; what lies past H is left out. None: n is H.
     """
     if interpreting():
         batch, row, head = start
-        _for_rows(rows, lambda r: ref.at[batch, row + r, head].__setitem__(..., value[r]))
+        if column is None:
+            _for_rows(rows, lambda r: ref.at[batch, row + r, head].__setitem__(..., value[r]))
+        else:
+            store = lambda r, mine, x: ref.__setitem__((batch, row + r, head, mine), x)  # noqa: E731
+            _for_columns(rows, column, ref.shape[3], value, store)
         return
-    wide = value.dtype == jnp.float32
+    wide, cut = value.dtype == jnp.float32, column is not None
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR, WGMMA))
-    def store(_, ref, batch, row, head, rows, value):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR, SCALAR, WGMMA))
+    def store(_, ref, batch, row, head, rows, column, value):
         kind = ir.MemRefType(ref.type)
         first_row, first_column = ptx.lane_position()
         base, words = utils.memref_ptr(ref), ptx.scalars(value) if wide else ptx.pairs(value)
@@ -238,20 +315,26 @@ def st_global(ref, start, value: jax.Array, rows) -> None:
             index = arith.addi(first_row, integer(8 * i))
             inside = arith.cmpi(arith.CmpIPredicate.slt, index, rows.registers[()])
             at = _flat(kind, (batch.registers[()], arith.addi(row.registers[()], index), head.registers[()]))
-            pointer = _element_pointer(base, kind.element_type, arith.addi(at, _wide(first_column)))
+            mine = arith.addi(first_column, column.registers[()])
+            pointer = _element_pointer(base, kind.element_type, arith.addi(at, _wide(mine)))
             for group in range(value.shape[1] // 8):
-                mine = words[4 * group + 2 * i :][:2] if wide else words[2 * group + i :][:1]
-                _store_if(inside, pointer, 8 * group * (4 if wide else 2), mine)
+                if cut:
+                    last = arith.addi(mine, integer(8 * group))
+                    exists = arith.cmpi(arith.CmpIPredicate.slt, last, integer(kind.shape[3]))
+                    exists = arith.andi(inside, exists)
+                words_of_group = words[4 * group + 2 * i :][:2] if wide else words[2 * group + i :][:1]
+                _store_if(exists if cut else inside, pointer, 8 * group * (4 if wide else 2), words_of_group)
 
-    store(ref, *(jnp.asarray(x, jnp.int32) for x in (*start, rows)), value)
+    store(ref, *(jnp.asarray(x, jnp.int32) for x in (*start, rows, 0 if column is None else column)), value)
 
 
 def reduce_add(ref, start, smem, value: jax.Array, adder) -> None:
-    """Adds float32 `value [64, 64]` to `ref [B, T, N, H]`, through `smem [2, 64, 32]` (`cp.reduce.async.bulk.tensor`).
+    """Adds float32 `value [64, n]`, n 32 or 64, to `ref [B, T, N, H]`, through `smem [2, 64, 32]`
+    (`cp.reduce.async.bulk.tensor`).
 
     Args:
         ref: float32 in HBM.
-        start: (batch, row, head, column), int32 scalars; row r goes to row + r, and the column is a multiple of 64.
+        start: (batch, row, head, column), int32 scalars; row r goes to row + r, and the column is a multiple of n.
             What lies past T or H is left out.
         smem: what an addition before this one still reads of it is waited for.
         adder: who adds. The emulation, which has no atomic additions, takes a `ref [adders, B, T, N, H]`, and whoever
@@ -265,7 +348,7 @@ def reduce_add(ref, start, smem, value: jax.Array, adder) -> None:
     st_shared(value, smem)
     plgpu.commit_smem()
     rows = ref.at[batch, pl.ds(row, ptx.TILE_ROWS), head]
-    for i in range(ptx.SLAB // FLOAT_SLAB):
+    for i in range(value.shape[1] // FLOAT_SLAB):
         part = rows.at[:, pl.ds(column + i * FLOAT_SLAB, FLOAT_SLAB)]
         plgpu.copy_smem_to_gmem(smem.at[i], part, reduction_op="add", commit_group=False)
     plgpu.commit_smem_to_gmem_group()
@@ -273,54 +356,75 @@ def reduce_add(ref, start, smem, value: jax.Array, adder) -> None:
 
 def _emulated_add(ref, start, value):
     (_, length, _, width), (batch, row, head, column) = ref.shape, start
-
-    def add(r):
-        for first in range(0, width, ptx.SLAB):
-            mine = slice(first, min(first + ptx.SLAB, width))
-
-            @pl.when(column == first)
-            def _(mine=mine):
-                ref[batch, row + r, head, mine] += value[r, : mine.stop - mine.start]
-
-    _for_rows(length - row, add)
+    add = lambda r, mine, x: ref.__setitem__((batch, row + r, head, mine), ref[batch, row + r, head, mine] + x)  # noqa: E731
+    _for_columns(length - row, column, width, value, add)
 
 
-def await_count(ref, index, count) -> None:
-    """Waits, by one thread of the warpgroup, until the int32 in HBM at `index` has reached `count`; a barrier must
-    follow. Emulated additions take place at once and in any order, so that there is nothing to wait for."""
+def _for_columns(rows, column, width, value, function):
+    """`function(r, columns, value of the row there)` for the rows r of a tile below `rows`, in interpret mode, and
+    columns that exist from the traced multiple of 32 `column` on."""
+
+    def one_row(r):
+        for first in range(0, width, FLOAT_SLAB):
+            mine = slice(first, min(first + value.shape[1], width))
+            pl.when(column == first)(lambda mine=mine: function(r, mine, value[r, : mine.stop - mine.start]))
+
+    _for_rows(rows, one_row)
+
+
+def peek(ref, entry) -> jax.Array:
+    """An entry of int32 `ref [n]` in HBM that others change meanwhile (`ld.relaxed.gpu`), for `await_count`."""
+    if interpreting():
+        return jnp.int32(0)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=ptx.scalar_type())
+    def load(_, ref, entry):
+        text = "ld.relaxed.gpu.global.b32 $0, [$1];"
+        return ptx.scalar_array(llvm.inline_asm(i32(), [_counter(ref, entry)], text, "=r,l", has_side_effects=True))
+
+    return load(ref, entry)
+
+
+def await_count(ref, entry, count, seen) -> None:
+    """Waits, by one thread of the warpgroup, until an entry of int32 `ref [n]` in HBM has reached `count`, unless it
+    had when it was `seen` (`peek`); a barrier must follow. There is no fence: what is counted was added in L2, and what
+    is added to it next begins after the count was seen. Emulated additions take place at once and in any order, so that
+    there is nothing to wait for."""
     if interpreting():
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SCALAR] * (len(index) + 1)))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR))
     def wait(_, ref, *scalars):
-        *index, count = (x.registers[()] for x in scalars)
-        text = "{ .reg .pred p; .reg .b32 v; setp.ne.u32 p, $2, 0; @p bra done;"
+        entry, count, seen = scalars
+        text = "{ .reg .pred p; .reg .b32 v; setp.ne.u32 p, $3, 0; @p bra done; setp.ge.s32 p, $2, $1; @p bra done;"
         text += " again: ld.acquire.gpu.global.b32 v, [$0]; setp.lt.s32 p, v, $1; @p bra again; done: }"
-        operands = [_counter(ref, index), count, arith.remui(ptx.thread_index(), integer(128))]
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "l,r,r", has_side_effects=True)
+        numbers = [x.registers[()] for x in (count, seen)]
+        operands = [_counter(ref, entry), *numbers, arith.remui(ptx.thread_index(), integer(128))]
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "l,r,r,r", has_side_effects=True)
 
-    wait(ref, *(jnp.asarray(x, jnp.int32) for x in (*index, count)))
+    wait(ref, entry, count, seen)
 
 
-def count_up(ref, index) -> None:
-    """Adds 1 to the int32 in HBM at `index`, by one thread of the warpgroup, after what it waited for before
-    (`red.release.gpu`)."""
+def count_up(ref, entry) -> None:
+    """Adds 1 to an entry of int32 `ref [n]` in HBM, by one thread of the warpgroup (`red.relaxed.gpu`).
+
+    What `wait_smem_to_gmem` has waited for is in L2 then, where the other's additions will take place too. A release,
+    whose fence waits for all that the thread ever wrote, costs 8 to 20% of a deterministic backward."""
     if interpreting():
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SCALAR] * len(index)))
-    def signal(_, ref, *index):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
+    def signal(_, ref, entry):
         text = "{ .reg .pred p; setp.eq.u32 p, $1, 0; @p fence.proxy.async.global;"
-        text += " @p red.release.gpu.global.add.s32 [$0], 1; }"
-        operands = [_counter(ref, [i.registers[()] for i in index]), arith.remui(ptx.thread_index(), integer(128))]
+        text += " @p red.relaxed.gpu.global.add.s32 [$0], 1; }"
+        operands = [_counter(ref, entry), arith.remui(ptx.thread_index(), integer(128))]
         llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "l,r", has_side_effects=True)
 
-    signal(ref, *(jnp.asarray(x, jnp.int32) for x in index))
+    signal(ref, entry)
 
 
-def _counter(ref, index):
-    kind = ir.MemRefType(ref.type)
-    pointer = _element_pointer(utils.memref_ptr(ref), kind.element_type, _flat(kind, index))
+def _counter(ref, entry):
+    pointer = _element_pointer(utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type, entry.registers[()])
     return llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
 
 
@@ -344,6 +448,93 @@ def st_global_rows(ref, start, value: jax.Array, rows) -> None:
             _store_if(inside, _element_pointer(utils.memref_ptr(ref), kind.element_type, at), 0, [x])
 
     store(ref, *(jnp.asarray(x, jnp.int32) for x in (*start, rows)), value)
+
+
+def ld_global_row_values(ref, batch, row) -> jax.Array:
+    """Entries `[row, row + 64)` of the float32 array `[B, n]`, one a row of a tile; those past the last repeat it."""
+    if interpreting():
+        return ref[batch][jnp.minimum(row + jnp.arange(ptx.TILE_ROWS, dtype=jnp.int32), ref.shape[1] - 1)]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, ptx.ROW), return_type=ptx.row_type())
+    def load(_, ref, batch, row, numbers):
+        kind = ir.MemRefType(ref.type)
+        start, base = _flat(kind, (batch.registers[()],)), utils.memref_ptr(ref)
+        places = [_clipped(arith.addi(row.registers[()], i), kind.shape[1]) for i in ptx.scalars(numbers)]
+        values = [_load(base, kind.element_type, arith.addi(start, _wide(i))) for i in places]
+        return ptx.rows_from_scalars(values, numbers)
+
+    return load(ref, jnp.asarray(batch, jnp.int32), jnp.asarray(row, jnp.int32), ptx.row_numbers())
+
+
+def st_global_packed(ref, start, value: jax.Array, row=0, column=0) -> None:
+    """Stores `value [64, n]` to `ref [X, T, K, G, D]` at `start = (x, k)`: row r, counted from `row` on, goes to
+    (r // G, r % G), and columns go to `column` and after. What lies past T or D is left out.
+
+    Args:
+        ref: in HBM, of the value's dtype (float32 or 16 bits), D a multiple of 8.
+        row, column: int32 scalars, the column a multiple of 8.
+    """
+    (_, tokens, _, group, width), n = ref.shape, value.shape[1]
+    if interpreting():
+        for first in range(0, width, n):
+            mine = slice(first, min(first + n, width))
+
+            def one_row(r, mine=mine):
+                t, g = (row + r) // group, (row + r) % group
+                ref[start[0], t, start[1], g, mine] = value[r, : mine.stop - mine.start]
+
+            pl.when(column == first)(lambda f=one_row: _for_rows(tokens * group - row, f))
+        return
+    wide = value.dtype == jnp.float32
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR, WGMMA))
+    def store(_, ref, x, k, row, column, value):
+        kind, base = ir.MemRefType(ref.type), utils.memref_ptr(ref)
+        first_row, first_column = ptx.lane_position()
+        mine = arith.addi(first_column, column.registers[()])
+        words = ptx.scalars(value) if wide else ptx.pairs(value)
+        for i in range(2):
+            inside, at = _packed(kind, x, k, arith.addi(arith.addi(first_row, integer(8 * i)), row.registers[()]))
+            pointer = _element_pointer(base, kind.element_type, arith.addi(at, _wide(mine)))
+            for part in range(n // 8):
+                last = arith.addi(mine, integer(8 * part))
+                exists = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.slt, last, integer(width)))
+                words_of_part = words[4 * part + 2 * i :][:2] if wide else words[2 * part + i :][:1]
+                _store_if(exists, pointer, 8 * part * (4 if wide else 2), words_of_part)
+
+    store(ref, *(jnp.asarray(x, jnp.int32) for x in (*start, row, column)), value)
+
+
+def st_global_packed_rows(ref, start, value: jax.Array, row=0) -> None:
+    """Stores float32 `value [64]`, in the ROW layout, to `ref [X, T, K, G]` as `st_global_packed` does its rows."""
+    _, tokens, _, group = ref.shape
+    if interpreting():
+
+        def one_row(r):
+            t, g = (row + r) // group, (row + r) % group
+            ref[start[0], t, start[1], pl.ds(g, 1)] = value[r][None]
+
+        _for_rows(tokens * group - row, one_row)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, ptx.ROW))
+    def store(_, ref, x, k, row, value):
+        kind, base = ir.MemRefType(ref.type), utils.memref_ptr(ref)
+        first_row, first_column = ptx.lane_position()
+        mine = arith.cmpi(arith.CmpIPredicate.eq, first_column, integer(0))  # of four threads that hold the same rows
+        for i, word in enumerate(ptx.scalars(value)):
+            inside, at = _packed(kind, x, k, arith.addi(arith.addi(first_row, integer(8 * i)), row.registers[()]))
+            _store_if(arith.andi(mine, inside), _element_pointer(base, kind.element_type, at), 0, [word])
+
+    store(ref, *(jnp.asarray(x, jnp.int32) for x in (*start, row)), value)
+
+
+def _packed(kind, x, k, row):
+    """Whether row r = t · G + g exists in `[X, T, K, G, ...]`, and the 64-bit index of its first element."""
+    _, tokens, _, group = kind.shape[:4]
+    inside = arith.cmpi(arith.CmpIPredicate.slt, row, integer(tokens * group))
+    t, g = arith.divui(row, integer(group)), arith.remui(row, integer(group))
+    return inside, _flat(kind, (x.registers[()], t, k.registers[()], g))
 
 
 def _for_rows(rows, function):

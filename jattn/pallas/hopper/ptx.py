@@ -58,9 +58,10 @@ class Matrix:
     slot: Any
     rows: int
     columns: int
-    slots_apart: int
+    slabs_apart: int  # from one slot to the next
     word: Any
     height: int  # rows of the slabs it lies in, of which it may be a part
+    first_column: Any = 0  # in interpret mode
 
     HIGH_WORD = (_ATOM_BYTES >> 4) | (1 << 30)  # from 8 rows to the next 8; 128-byte swizzle
 
@@ -68,7 +69,7 @@ class Matrix:
         """The matrix in another slot (from a matrix that is in slot 0)."""
         if interpreting():
             return dataclasses.replace(self, slot=slot)
-        step = slabs(self.columns) * self._slab_bytes * self.slots_apart >> 4
+        step = self.slabs_apart * self._slab_bytes >> 4
         return dataclasses.replace(self, slot=slot, word=self.word + slot * step)
 
     def part(self, number, *, rows: int) -> "Matrix":
@@ -87,10 +88,20 @@ class Matrix:
             return dataclasses.replace(cut, ref_of=lambda slot: ref_of(slot).at[pl.ds(number, 1)])
         return dataclasses.replace(cut, word=self.word + number * (self._slab_bytes >> 4))
 
+    def columns_from(self, first, *, columns: int) -> "Matrix":
+        """Columns from `first` on, a multiple of 32; of an operand contracted over its rows. At most 64 if they begin
+        within a slab, whose end they may then not pass."""
+        cut = dataclasses.replace(self, columns=columns)
+        if interpreting():
+            return dataclasses.replace(cut, first_column=first)
+        slab, inside = lax.div(first, np.int32(SLAB)), lax.rem(first, np.int32(SLAB))
+        return dataclasses.replace(cut, word=self.word + slab * (self._slab_bytes >> 4) + inside * 2 // 16)
+
     def read(self) -> jax.Array:
         """All of it, in interpret mode, ordered like the asynchronous read it stands for."""
         ref = self.ref_of(self.slot)
-        value = jnp.concatenate([ref[i] for i in range(slabs(self.columns))], axis=1)[:, : self.columns]
+        value = jnp.concatenate([ref[i] for i in range(ref.shape[0])], axis=1)
+        value = lax.dynamic_slice_in_dim(value, self.first_column, self.columns, axis=1)
         plgpu.commit_smem()
         return value
 
@@ -112,7 +123,7 @@ def matrix(ref_of: Callable, rows: int, columns: int, *, along_rows: bool = Fals
 
     `along_rows=True`: a right operand contracted over its rows (V); else contraction is over the columns (Q, K).
     """
-    result = Matrix(ref_of, 0, rows, columns, slots_apart, None, rows)
+    result = Matrix(ref_of, 0, rows, columns, slabs(columns) * slots_apart, None, rows)
     if interpreting():
         return result
 
@@ -188,6 +199,24 @@ def wgmma_ss(a: Matrix, b: Matrix, dtype) -> jax.Array:
     return issue(a.word, b.word)
 
 
+def wgmma_nn(accumulator, a: Matrix, b: Matrix, dtype) -> jax.Array:
+    """`accumulator + a @ b`, in flight (`wgmma.mma_async`, both operands in shared memory)."""
+    if interpreting():
+        return accumulator + jnp.dot(a.read(), b.read(), preferred_element_type=jnp.float32)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, SCALAR, SCALAR), return_type=_array_type(b.columns))
+    def issue(_, accumulator, a_word, b_word):
+        accumulator = accumulator.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
+        accumulator = fragmented_array.optimization_barrier(accumulator)
+        return _mma_async(
+            n=b.columns, dtype=dtype, accumulator=list(accumulator.registers.flat), a_word=a_word.registers[()],
+            b_word=b_word.registers[()], b_along_rows=True,
+            steps=list(zip(a.offsets_along_columns(), b.offsets_along_rows(), strict=True)),
+        )  # fmt: skip
+
+    return issue(accumulator, a.word, b.word)
+
+
 def wgmma_rs(accumulator, a, b: Matrix) -> jax.Array:
     """`accumulator + a @ b` for 16-bit `a [64, b.rows]` in registers, in flight (`wgmma.mma_async`)."""
     if interpreting():
@@ -204,6 +233,25 @@ def wgmma_rs(accumulator, a, b: Matrix) -> jax.Array:
         )  # fmt: skip
 
     return issue(accumulator, a, b.word)
+
+
+def wgmma_rs_nt(a, b: Matrix) -> jax.Array:
+    """`a @ b.T` as float32 `[64, b.rows]` for 16-bit `a [64, b.columns]` in registers, in flight (`wgmma.mma_async`).
+    With columns that are no multiple of 16, a has zeros up to the next one."""
+    if interpreting():
+        kept = a[:, : b.columns]
+        return lax.dot_general(kept, b.read(), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    dtype = a.dtype
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, SCALAR), return_type=_array_type(b.rows))
+    def issue(_, a, b_word):
+        a = fragmented_array.optimization_barrier(a)
+        return _mma_async(
+            n=b.rows, dtype=dtype, accumulator=None, a_registers=pairs(a), b_word=b_word.registers[()],
+            steps=[(None, o) for o in b.offsets_along_columns()], b_along_rows=False,
+        )  # fmt: skip
+
+    return issue(a, b.word)
 
 
 def wgmma_tt(a: "Stack", b: Matrix, dtype) -> jax.Array:
@@ -432,12 +480,28 @@ def from_scalars(values: list, signed: bool | None = None):
     return _array([vector.broadcast(ir.VectorType.get((1,), x.type), x) for x in values], signed)
 
 
+def from_pairs(words: list, element):
+    """The 16-bit `[64, 4 · len(words)]` array in the WGMMA layout whose registers these words are (see `pairs`);
+    `element` is its MLIR type."""
+    layout = fragmented_array.WGMMA_LAYOUT
+    values = np.empty(layout.registers_shape((TILE_ROWS, 4 * len(words))), dtype=object)
+    for ix, word in zip(np.ndindex(values.shape), words, strict=True):
+        one = vector.broadcast(ir.VectorType.get((1,), i32()), word)
+        values[ix] = vector.bitcast(ir.VectorType.get((2,), element), one)
+    return fragmented_array.FragmentedArray(_registers=values, _layout=layout, _is_signed=None)
+
+
 def rows_from_scalars(values: list, like, signed: bool | None = None):
     """The 32-bit `[64]` array in the ROW layout whose two registers these are; `like` is any array of that layout."""
     registers = np.empty(like.registers.shape, dtype=object)
     for i, ix in enumerate(np.ndindex(registers.shape)):
         registers[ix] = vector.broadcast(ir.VectorType.get((1,), values[i].type), values[i])
     return fragmented_array.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=signed)
+
+
+def zeros(columns: int) -> jax.Array:
+    """float32 `[64, columns]`."""
+    return plgpu.layout_cast(jnp.zeros((TILE_ROWS, columns), jnp.float32), WGMMA)
 
 
 def row_numbers() -> jax.Array:
