@@ -33,8 +33,8 @@ _LINEAR = ("kda", "gated_delta_rule", "delta_rule", "gla", "simple_gla", "linear
 _TABLE = {
     "attention": {"mosaic": "jattn.pallas.attention", "xla": "jattn.reference.attention"},
     "ragged_attention": {"mosaic": "jattn.pallas.attention", "xla": "jattn.reference.attention"},
-    "decode_attention": {"xla": "jattn.reference.paged"},
-    "paged_attention": {"xla": "jattn.reference.paged"},
+    "decode_attention": {"xla": "jattn.reference.paged", "mosaic": "jattn.pallas.decode"},
+    "paged_attention": {"xla": "jattn.reference.paged", "mosaic": "jattn.pallas.decode"},
     **{f"linear.{op}": {"xla": "jattn.reference.linear"} for op in _LINEAR},
     **{f"linear.{op}_step": {"xla": "jattn.reference.linear_step"} for op in _LINEAR},
 }

@@ -318,7 +318,7 @@ WRONG = jattn.Quantized(np.int8(KEY), np.ones(3, np.float32))
         (lambda: decode_attention(Q, KEY, VALUE, logits_soft_cap=0), ValueError, "logits_soft_cap=0 must be > 0"),
         (lambda: decode_attention(Q, jattn.Quantized(KEY, KEY), VALUE), TypeError, "key: dtype=float32 must be one of"),
         (lambda: decode_attention(Q, WRONG, VALUE), ValueError, r"key: scale has shape \(3,\); expected one of"),
-        (lambda: decode_attention(Q, KEY, VALUE, implementation="mosaic"), ValueError, "choose from 'xla' or None"),
+        (lambda: decode_attention(Q, KEY, VALUE, implementation="cudnn"), ValueError, "from 'xla', 'mosaic' or None"),
         (lambda: decode_attention(Q, KEY, VALUE, config=8), TypeError, "config=8 is not a"),
     ],
 )

@@ -1,0 +1,82 @@
+"""`implementation="mosaic"` of `decode_attention` and `paged_attention`: what the Hopper kernel needs, and its reasons.
+
+The kernel is in `jattn.pallas.hopper.decode`.
+"""
+
+import jax.numpy as jnp
+
+from jattn._varying import unvary, vary, varying_axes
+from jattn.pallas import lowering
+from jattn.pallas.attention import PLATFORM, why_not_here
+from jattn.pallas.hopper.decode import launch
+from jattn.pallas.hopper.decode_plan import DecodeConfig, Inputs, Plan
+
+__all__ = ["PLATFORM", "DecodeConfig", "choose", "forward", "why_not", "why_not_here"]
+
+_MULTIPROCESSORS = 132  # of an H100 or H200 SXM; on a card with fewer, the rest of the blocks run afterwards
+_ROWS = 64  # of a tile: the queries of one key head
+_MASKS = ("And", "Causal", "Window")
+
+
+def forward(arrays, options, *, interpret=False, multiprocessors=_MULTIPROCESSORS):
+    """`(out [B, T, N, D] in the query's dtype, lse float32 [B, T, N])` of a described call (see `_problem`).
+
+    Args:
+        interpret: emulate the kernel on the CPU, with race detection.
+        multiprocessors: thread blocks at most.
+    """
+    axes = varying_axes(arrays)
+    arrays = unvary(arrays)  # the body of a kernel is not about them
+    (B, T, N, H), (P, page, K, _), D = arrays.query.shape, arrays.key.shape, arrays.value.shape[3]
+    width = arrays.block_tables.shape[1]
+    if 0 in (B, T, N, P, width * page):
+        return vary((jnp.zeros((B, T, N, D), arrays.query.dtype), jnp.full((B, T, N), -jnp.inf, jnp.float32)), axes)
+    spec = lowering.lower_mask(arrays.mask)
+    plan = Plan(
+        B=B, T=T, S=width * page, N=N, K=K, H=H, D=D, pages=P, page=page if width > 1 else None,
+        dtype=arrays.query.dtype, scale=options.scale, left=spec.left, right=spec.right, soft_cap=options.soft_cap,
+        config=options.config,
+    )  # fmt: skip
+    inputs = Inputs(
+        q=arrays.query, k=arrays.key, v=arrays.value, lengths=arrays.lengths, tables=arrays.block_tables,
+        query_lengths=arrays.query_lengths,
+        scale=None if arrays.scale is None else arrays.scale.astype(jnp.float32).reshape(1),
+    )  # fmt: skip
+    return vary(launch(plan, inputs, interpret=interpret, multiprocessors=multiprocessors), axes)
+
+
+def choose(problem, config) -> DecodeConfig:
+    """The caller's config, checked, or splits of 512 keys, whatever the call: a choice by its size would show in the
+    bits."""
+    if config is None:
+        return DecodeConfig()
+    if not isinstance(config, DecodeConfig):
+        raise TypeError(f"config={config!r} is not a jattn.pallas.decode.DecodeConfig, which mosaic takes")
+    return config
+
+
+def why_not(problem) -> str | None:
+    """The reason why this kernel cannot run the problem, or None."""
+    if problem.dtype not in ("bfloat16", "float16"):
+        return f"runs bfloat16 and float16, not {problem.dtype}"
+    if problem.stored != (problem.dtype, problem.dtype):
+        return f"quantised caches are not implemented: {' and '.join(problem.stored)}"
+    for letter, width in (("H", problem.H), ("D", problem.D)):
+        if width % 8 or not 8 <= width <= 128:
+            return f"head dims must be multiples of 8 up to 128, not {letter}={width}"
+    sizes = dict(B=problem.B, T=problem.T, S=problem.S, N=problem.N)
+    symbolic = [f"{letter}={size}" for letter, size in sizes.items() if not isinstance(size, int)]
+    if symbolic:
+        return f"needs static shapes, not {symbolic[0]}"
+    if problem.sequences is not None:
+        return "packed queries are not implemented"
+    if problem.T * problem.N > _ROWS * problem.K:
+        return f"at most {_ROWS} queries of a key head, not T={problem.T} times N/K={problem.N // problem.K}"
+    if problem.S > problem.page and problem.page % 16:
+        return f"pages must be multiples of 16, not {problem.page}"
+    unknown = [kind for kind in problem.mask_kinds if kind not in _MASKS]
+    if unknown:
+        return f"the kernel does not know masks of kind {unknown[0]}"
+    if problem.score_mod is not None:
+        return "score modifiers are not implemented"
+    return "sinks are not implemented" if problem.sinks else None

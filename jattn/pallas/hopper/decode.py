@@ -1,0 +1,272 @@
+"""Attention of few queries over a long cache on compute capability 9.0 (H100, H200), paged or contiguous.
+
+Algorithm, for one item (a split of one sequence's keys under one key head), with the queries of the head's group packed
+into the 64 rows of a tile, row t · group + g:
+
+    s = q · k[block]ᵀ                           (tensor core)
+    m, total, p, alpha = online softmax of s
+    o = o · alpha + p · v[block]                (tensor core)
+
+and at the end of the item (o / total, lse), which `decode_combine` merges over the splits of a sequence.
+
+Pipeline: a thread block has two streams of items, each with a producer warpgroup, which copies q, k and v (TMA, one
+copy a page and slab), and a consumer warpgroup. Nothing overlaps within a stream but copies and arithmetic:
+
+    producer     Q KV0 KV1 KV2 | KV3 … Q' KV0' …          waits for free slots
+    consumer     QK0 softmax0 PV0 | QK1 softmax1 PV1 …    waits for copies
+
+Floor: every key and value once, at the 4.57 TB/s that reads reach on an H200: 0.470 ms for B64 S8192 K8 H128 (2.15 GB).
+Prediction: 0.485 ms. Partials add 1.5% of traffic, a block costs some 1300 cycles of the 3400 its stream has for it.
+
+Source: Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023).
+"""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jattn.pallas._compat import kernel, pl, plgpu
+from jattn.pallas.hopper import memory, ptx, scores, softmax
+from jattn.pallas.hopper.decode_combine import combine
+from jattn.pallas.hopper.decode_plan import BLOCK, LOG2E, STREAMS, Inputs, Plan, over_items
+from jattn.pallas.hopper.lists import i32
+
+_REGISTERS = 208, 40  # a thread of a consumer and of a producer: 128 · 2 · their sum is within 65,536
+
+
+# --- kernel -----------------------------------------------------------------------------------------------------------
+
+
+def _kernel(
+    plan: Plan,
+    inputs: Inputs,
+    # outputs (HBM); float32 parts a split if there are several, X = B · splits
+    out,  # [X, T, K, group, D]
+    lse,  # float32 [X, T, K, group]
+    *,
+    # shared memory, in slabs of 64 columns (`ptx.slabs`)
+    q_smem,  # [streams, slabs of H, 64, 64]
+    k_smem,  # [streams · stages, slabs of H, 64, 64]
+    v_smem,  # [streams · stages, slabs of D, 64, 64]
+    # barriers; a TMA barrier takes one arrival a copy
+    q_ready,  # [streams] TMA
+    q_free,  # [streams] consumer: the queries are in its registers
+    k_ready,  # [streams · stages] TMA
+    v_ready,  # [streams · stages] TMA
+    free,  # [streams · stages] consumer: it is done with the slot's keys and values
+):
+    warpgroup, blocks = lax.axis_index("warpgroup"), lax.axis_size("block")
+    stream = lax.rem(warpgroup, i32(STREAMS))
+    x = SimpleNamespace(
+        plan=plan, **vars(inputs), out=out, lse=lse, q_smem=q_smem, k_smem=k_smem, v_smem=v_smem, q_ready=q_ready,
+        q_free=q_free, k_ready=k_ready, v_ready=v_ready, free=free, block=lax.axis_index("block"), stream=stream,
+        streams=blocks * STREAMS,
+    )  # fmt: skip
+    x.first_item = stream * blocks + x.block  # a few items are spread over all multiprocessors
+
+    @pl.when(warpgroup >= STREAMS)
+    def _():
+        plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+        _produce(x)
+
+    @pl.when(warpgroup < STREAMS)
+    def _():
+        plgpu.set_max_registers(_REGISTERS[0], action="increase")
+        _consume(x)
+
+
+def _slot(x, position):
+    """Slot of the block at a position in the stream's sequence of blocks."""
+    return x.stream * x.plan.stages + lax.rem(position, i32(x.plan.stages))
+
+
+# --- producer ---------------------------------------------------------------------------------------------------------
+
+
+def _produce(x):
+    stages = x.plan.stages
+
+    def one_item(item, number, position):
+        _load_queries(x, item, number)
+        lax.fori_loop(0, item.blocks, lambda i, _: _load_block(x, item, i, position), None)
+        return position + item.blocks
+
+    items, position = over_items(x, one_item, i32(0))
+    # Every barrier phase is waited for before the thread block ends.
+    pl.when(items > 0)(lambda: plgpu.barrier_wait(x.q_free.at[x.stream]))
+    for i in range(stages):
+        pl.when(position >= stages - i)(lambda i=i: plgpu.barrier_wait(x.free.at[_slot(x, position + i)]))
+
+
+def _load_queries(x, item, number):
+    """The queries of the head's group; what the rows past them hold concerns no other row."""
+    group, ready = x.plan.group, x.q_ready.at[x.stream]
+    pl.when(number > 0)(lambda: plgpu.barrier_wait(x.q_free.at[x.stream]))
+
+    def one_token(t, _):
+        rows = x.q.at[item.batch, t, pl.ds(item.head * group, group)]
+        for i in range(ptx.slabs(x.plan.H)):
+            smem = x.q_smem.at[x.stream, i, pl.ds(t * group, group)]
+            plgpu.copy_gmem_to_smem(_slab(x, rows, i), smem, ready)
+
+    if x.plan.T == 1:
+        one_token(0, None)
+    else:
+        lax.fori_loop(0, x.plan.T, one_token, None)
+
+
+def _load_block(x, item, i, position):
+    """The item's i-th block of keys and values."""
+    slot, rows = _slot(x, position + i), x.plan.page_rows
+    places = _places(x, item, item.begin + i)  # read before the wait: it hides their latency
+    pl.when(position + i >= x.plan.stages)(lambda: plgpu.barrier_wait(x.free.at[slot]))
+    for array, smem, ready in ((x.k, x.k_smem, x.k_ready), (x.v, x.v_smem, x.v_ready)):
+        for j, (page, row) in enumerate(places):
+            source = array.at[page, pl.ds(row, rows), item.head]
+            for s in range(smem.shape[1]):
+                target = smem.at[slot, s, pl.ds(j * rows, rows)]
+                plgpu.copy_gmem_to_smem(_slab(x, source, s), target, ready.at[slot])
+
+
+def _places(x, item, block) -> list:
+    """(page, first row in it) of each copy that a block is made of. What lies past the length is somebody's page."""
+    p, last = x.plan, x.tables.shape[1] - 1
+    if p.page is None:
+        entries = [(i32(0), block * BLOCK)]
+    elif p.page >= BLOCK:
+        in_page = p.page // BLOCK
+        entries = [(lax.div(block, i32(in_page)), lax.rem(block, i32(in_page)) * BLOCK)]
+    else:
+        entries = [(block * (BLOCK // p.page) + j, i32(0)) for j in range(BLOCK // p.page)]
+    return [(jnp.clip(x.tables[item.batch, jnp.minimum(e, last)], 0, p.pages - 1), row) for e, row in entries]
+
+
+def _slab(x, rows, i):
+    """Columns of slab i of `rows [rows, columns]` in HBM. TMA reads zeros past the last."""
+    start = i * ptx.SLAB
+    if start + ptx.SLAB > rows.shape[-1]:
+        start = jnp.minimum(x.block, 0) + start  # Pallas refuses a constant slice past the edge
+    return rows.at[:, pl.ds(start, ptx.SLAB)]
+
+
+# --- consumer ---------------------------------------------------------------------------------------------------------
+
+
+def _consume(x):
+    p = x.plan
+    k_matrix = ptx.matrix(lambda i: x.k_smem.at[i], BLOCK, p.H)
+    v_matrix = ptx.matrix(lambda i: x.v_smem.at[i], BLOCK, p.D, along_rows=True)
+
+    def one_item(item, number, position):
+        del number
+        plgpu.barrier_wait(x.q_ready.at[x.stream])
+        q = memory.ldmatrix(x.q_smem.at[x.stream], p.H)
+        plgpu.barrier_arrive(x.q_free.at[x.stream])
+        low, high = _row_bounds(x, item)
+
+        def one_block(i, carry):
+            m, total, accumulator = carry
+            slot, start = _slot(x, position + i), (item.begin + i) * BLOCK
+            plgpu.barrier_wait(x.k_ready.at[slot])
+            (s,) = ptx.wgmma_wait_group(0, ptx.wgmma_rs_nt(q, k_matrix.at(slot)))
+            if p.modified:
+                scale = x.scale[0] if p.scale is None else p.scale
+                s = scores.modify(s, None, scale=scale, bias=None, mod=None, aux=(), soft_cap=p.soft_cap)
+            s = softmax.mask_columns(s, None if low is None else low - start, high - start)
+            weights, m, total, alpha = softmax.online_softmax(s, m, total, p.factor, may_be_empty=True, lazy=False)
+            accumulator = softmax.rescale(accumulator, alpha, lazy=False)
+            plgpu.barrier_wait(x.v_ready.at[slot])
+            _clean(x, item.sequence, slot, start)
+            accumulator = ptx.wgmma_rs(accumulator, weights.astype(p.dtype), v_matrix.at(slot))
+            (accumulator,) = ptx.wgmma_wait_group(0, accumulator)
+            plgpu.barrier_arrive(x.free.at[slot])
+            return m, total, accumulator
+
+        state = lax.fori_loop(0, item.blocks, one_block, softmax.init_state(p.D))
+        _write(x, item, *state)
+        return position + item.blocks
+
+    over_items(x, one_item, i32(0))
+
+
+def _row_bounds(x, item):
+    """Keys `[low, high)` that the rows can see, int32 `[64]` each; low is None for no bound. Rows past the queries see
+    nothing."""
+    p, sequence = x.plan, item.sequence
+    token = lax.div(ptx.row_numbers(), i32(p.group))
+    high = jnp.where(token < sequence.queries, sequence.keys, 0)
+    position = token + sequence.offset
+    if p.right is not None:
+        high = jnp.minimum(position + (p.right + 1), high)
+    return None if p.left is None else position - p.left, high
+
+
+def _clean(x, sequence, slot, start):
+    """Values that nobody may see may be NaN, which a weight of 0 would not silence."""
+
+    @pl.when((sequence.low > start) | (sequence.high < start + BLOCK))
+    def _():
+        memory.st_shared_zero_outside(x.v_smem.at[slot], sequence.low - start, sequence.high - start)
+        plgpu.commit_smem()
+
+
+def _write(x, item, m, total, accumulator):
+    """The item's (out, lse), 0 and −inf where a row sees nothing."""
+    p = x.plan
+    total = total.sum(axis=1)
+    seen = total > 0
+    inverse = jnp.where(seen, 1 / total, 0.0)
+    lse = jnp.where(seen, m * (1 / LOG2E) + jnp.log(total), -jnp.inf)
+    out = accumulator * lax.broadcast_in_dim(inverse, accumulator.shape, [0])
+    place = item.batch if p.splits == 1 else item.batch * p.splits + item.split
+    memory.st_global_packed(x.out, (place, item.head), out.astype(x.out.dtype))
+    memory.st_global_packed_rows(x.lse, (place, item.head), lse)
+
+
+# --- host -------------------------------------------------------------------------------------------------------------
+
+
+def launch(plan: Plan, inputs: Inputs, *, multiprocessors: int, interpret=False):
+    """Runs the kernel, and where a cache has room for several splits the one that merges them: `(out [B, T, N, D] in
+    the plan's dtype, lse float32 [B, T, N])`."""
+    stages, parts = STREAMS * plan.stages, plan.B * plan.splits
+    copies = BLOCK // plan.page_rows
+
+    def smem(slots, columns):
+        return plgpu.SMEM((slots, ptx.slabs(columns), BLOCK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
+
+    scratch = dict(
+        q_smem=smem(STREAMS, plan.H), k_smem=smem(stages, plan.H), v_smem=smem(stages, plan.D),
+        q_ready=plgpu.Barrier(num_arrivals=plan.T * ptx.slabs(plan.H), num_barriers=STREAMS),
+        q_free=plgpu.Barrier(num_barriers=STREAMS),
+        k_ready=plgpu.Barrier(num_arrivals=copies * ptx.slabs(plan.H), num_barriers=stages),
+        v_ready=plgpu.Barrier(num_arrivals=copies * ptx.slabs(plan.D), num_barriers=stages),
+        free=plgpu.Barrier(num_barriers=stages),
+    )  # fmt: skip
+    operands, structure = jax.tree.flatten(inputs)
+
+    def body(*refs, **allocations):
+        read, (out, lse) = jax.tree.unflatten(structure, refs[: len(operands)]), refs[len(operands) :]
+        _kernel(plan, read, out, lse, **allocations)
+
+    shape = parts, plan.T, plan.K, plan.group
+    out, lse = kernel(
+        body,
+        name="jattn_decode",
+        out_type=(
+            jax.ShapeDtypeStruct((*shape, plan.D), plan.dtype if plan.splits == 1 else jnp.float32),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+        ),
+        scratch=scratch,
+        grid={"block": min(multiprocessors, parts * plan.K)},
+        warpgroups=2 * STREAMS,
+        interpret=interpret,
+        approximate=True,
+    )(*operands)
+    rows = plan.T * plan.N
+    if plan.splits > 1:
+        out, lse = out.reshape(parts, 1, rows, plan.D), lse.reshape(parts, rows)
+        out, lse = combine(plan, inputs.lengths, inputs.query_lengths, out, lse, interpret=interpret)
+    return out.reshape(plan.B, plan.T, plan.N, plan.D), lse.reshape(plan.B, plan.T, plan.N)

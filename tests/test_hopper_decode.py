@@ -1,0 +1,409 @@
+"""The Hopper kernel over caches: emulated on small problems, compiled for an H200 without one, and on a GPU."""
+
+import dataclasses
+import functools
+
+import aot
+import caches
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from caches import draw, hold, problem
+from test_hopper_protocol import MBarrier, Memory, Simulation
+from test_hopper_ptx import BF16, HOW, copy_in, f32, normal, run, slab_memory, store
+
+import jattn
+from jattn import decode, decode_attention, masks, mods, paged, paged_attention
+from jattn.pallas import decode as mosaic
+from jattn.pallas._compat import plgpu
+from jattn.pallas.hopper import memory, ptx
+
+SMALL = mosaic.DecodeConfig(split=64)
+
+
+def forward(call, config=None, **how):
+    """`(out, lse)` of the kernel; like the op, but without asking whether it can run here."""
+    assert mosaic.why_not(call.problem) is None
+    options = dataclasses.replace(call.options, config=mosaic.choose(call.problem, config))
+    return jax.jit(lambda arrays: mosaic.forward(arrays, options, **how))(call.arrays)
+
+
+# Emulated
+
+
+def emulated(call, capfd):
+    """One thread block walks all items, and no access races another."""
+    result = forward(call, SMALL, interpret=True, multiprocessors=1)
+    assert "RACE" not in capfd.readouterr().out
+    return result
+
+
+def test_pages_in_any_order(capfd):
+    """Pages smaller than a block, several splits, lengths of 0 and 1, and NaN wherever no token is."""
+    lengths = np.array([130, 1, 0, 64], np.int32)
+    q, k, v = draw(4, 3, 140, 4, 2, 40, 24, dtype="bfloat16")
+    hold(emulated(paged.prepare(q, caches.paged(k, v, lengths, 16)), capfd), problem(q, k, v, lengths))
+
+
+def test_contiguous_with_window_cap_and_missing_queries(capfd):
+    lengths, counts = np.array([130, 70], np.int32), np.array([2, 1], np.int32)
+    q, k, v = draw(2, 2, 130, 3, 1, 16, dtype="float16")
+    kept = np.arange(130) >= (lengths - counts - 20)[:, None]  # behind the window anything
+    keys, values = (caches.poisoned(np.where(kept[..., None, None], x, np.nan), lengths) for x in (k, v))
+    call = decode.prepare(
+        caches.poisoned(q, counts), keys, values, lengths, query_seq_lengths=counts, local_window_size=(20, None),
+        logits_soft_cap=5.0, scale=jnp.float32(0.4),
+    )  # fmt: skip
+    rule = lambda b, n, row, t, s: s >= t - 20  # noqa: E731
+    p = problem(q, k, v, lengths, rule, query_lengths=counts, scale=0.4, soft_cap=5.0)
+    hold(emulated(call, capfd), p)
+
+
+def test_one_split_is_written_at_once(capfd):
+    q, k, v = draw(2, 1, 17, 2, 2, 16, dtype="bfloat16")
+    lengths = np.array([17, 0], np.int32)
+    call = decode.prepare(q, k, v, lengths, is_causal=False)
+    hold(emulated(call, capfd), problem(q, k, v, lengths, causal=False))
+
+
+# The barriers
+
+
+def simulate(items, seed, *, stages, keep_q=False, early_release=False):
+    """Runs one stream over items with the given numbers of blocks, as `hopper.decode` does."""
+    sim = Simulation(seed)
+    q, kv = Memory(sim, "q"), Memory(sim, "kv")
+    q_ready, q_free = MBarrier(1), MBarrier(1)
+    k_ready, v_ready, free = ([MBarrier(1) for _ in range(stages)] for _ in range(3))
+
+    def copy(memory, slot, value, ready):
+        if memory.readers.get(slot):
+            sim.hazards.append(f"copy into {memory.name}[{slot}] under a product")
+
+        def land():
+            memory.write(slot, value)
+            ready.arrive()
+
+        sim.later(land)
+
+    def producer():
+        position = 0
+        for number, blocks in enumerate(items):
+            if number:
+                yield q_free.wait("producer")
+            copy(q, 0, number, q_ready)
+            for i in range(position, position + blocks):
+                if i >= stages:
+                    yield free[i % stages].wait("producer")
+                for name, ready in (("k", k_ready), ("v", v_ready)):
+                    copy(kv, (name, i % stages), i, ready[i % stages])
+                yield None
+            position += blocks
+        if items:
+            yield q_free.wait("producer")
+        for i in range(max(position - stages, 0), position):
+            yield free[i % stages].wait("producer")
+
+    def product(slot, position):
+        kv.begin(slot, position)
+        yield None
+        kv.end(slot)
+
+    def consumer():
+        position = 0
+        for number, blocks in enumerate(items):
+            yield q_ready.wait("consumer")
+            q.begin(0, number)
+            if not keep_q:
+                q.end(0)
+            q_free.arrive()
+            for i in range(position, position + blocks):
+                slot = i % stages
+                yield k_ready[slot].wait("consumer")
+                if early_release:
+                    free[slot].arrive()
+                yield from product(("k", slot), i)
+                yield v_ready[slot].wait("consumer")
+                yield from product(("v", slot), i)
+                if not early_release:
+                    free[slot].arrive()
+            position += blocks
+            if keep_q:
+                q.end(0)
+
+    sim.start(producer())
+    sim.start(consumer())
+    return sim.run()
+
+
+@pytest.mark.parametrize("stages", [2, 3, 6])
+def test_no_hazard_and_no_deadlock(stages):
+    for seed in range(100):
+        items = np.random.default_rng(seed).integers(0, 9, seed % 6).tolist()
+        assert simulate(items, seed, stages=stages) == "ok", (seed, items)
+
+
+@pytest.mark.parametrize("mistake", ["keep_q", "early_release"])
+def test_the_simulation_sees_what_is_released_too_early(mistake):
+    found = {simulate([3, 4, 5], seed, stages=2, **{mistake: True}) for seed in range(200)}
+    assert any("product" in result for result in found)
+
+
+# The wrappers
+
+
+@pytest.mark.parametrize("interpret", HOW)
+@pytest.mark.parametrize("width, dtype", [(128, BF16), (40, jnp.float16)])
+def test_ldmatrix_and_the_product_of_registers_with_rows(interpret, width, dtype):
+    q, k = normal(64, width, dtype=dtype), normal(64, width, dtype=dtype, seed=1)
+
+    def body(q, k, copied, s_out, *, q_smem, k_smem, barrier):
+        for array, smem in ((q, q_smem), (k, k_smem)):
+            copy_in(array, smem, barrier, 64)
+        plgpu.barrier_wait(barrier)
+        a = memory.ldmatrix(q_smem.at[0], width)
+        store(copied, a.astype(jnp.float32))
+        s = ptx.wgmma_rs_nt(a, ptx.matrix(lambda i: k_smem.at[i], 64, width).at(jnp.int32(0)))
+        store(s_out, ptx.wgmma_wait_group(0, s)[0])
+
+    padded = -(-width // 16) * 16
+    copied, s = run(
+        body, (f32(64, padded), f32(64, 64)), (q, k), interpret, q_smem=slab_memory(64, width, dtype),
+        k_smem=slab_memory(64, width, dtype), barrier=plgpu.Barrier(num_arrivals=2 * ptx.slabs(width)),
+    )  # fmt: skip
+    q, k = (np.asarray(x, np.float64) for x in (q, k))
+    np.testing.assert_array_equal(copied, np.pad(q, ((0, 0), (0, padded - width))))
+    np.testing.assert_allclose(s, q @ k.T, atol=1e-4)
+
+
+@pytest.mark.parametrize("interpret", HOW)
+def test_rows_outside_a_range_are_zeroed(interpret):
+    x = normal(64, 128)
+
+    def body(x, out, *, smem, barrier):
+        copy_in(x, smem, barrier, 64)
+        plgpu.barrier_wait(barrier)
+        memory.st_shared_zero_outside(smem.at[0], jnp.int32(3), jnp.int32(50))
+        plgpu.commit_smem()
+        store(out, memory.ldmatrix(smem.at[0], 128).astype(jnp.float32))
+
+    barrier = plgpu.Barrier(num_arrivals=2)
+    out = run(body, (f32(64, 128),), (x,), interpret, smem=slab_memory(64, 128), barrier=barrier)[0]
+    row = np.arange(64)[:, None]
+    np.testing.assert_array_equal(out, np.where((row >= 3) & (row < 50), np.asarray(x, np.float64), 0))
+
+
+@pytest.mark.parametrize("interpret", HOW)
+@pytest.mark.parametrize("dtype", [BF16, jnp.float32])
+def test_packed_rows_go_where_they_belong(interpret, dtype):
+    """Rows 64 to 89 of 30 tokens of 3 heads, columns 16 to 31 of 24; and a number for each row, read back."""
+    x, numbers = normal(64, 16, dtype=dtype), normal(2, 90, dtype=jnp.float32)
+
+    def body(x, numbers, out, lse, *, smem, barrier):
+        zero = jax.lax.axis_index("block")
+        place = zero + 1, zero
+        if dtype == BF16:
+            copy_in(x, smem, barrier, 64)
+            plgpu.barrier_wait(barrier)
+            value = memory.ldmatrix(smem.at[0], 16)
+        else:
+            value = plgpu.load(x, layout=ptx.WGMMA, optimized=False)
+        memory.st_global_packed(out, place, value, jnp.int32(64), jnp.int32(16))
+        memory.st_global_packed_rows(lse, place, memory.ld_global_row_values(numbers, zero + 1, 64), 64)
+
+    types = jax.ShapeDtypeStruct((2, 30, 2, 3, 24), dtype), f32(2, 30, 2, 3)
+    barrier = plgpu.Barrier(num_arrivals=1)
+    out, lse = run(body, types, (x, numbers), interpret, smem=slab_memory(64, 16), barrier=barrier)
+    got = out[1, :, 0].reshape(90, 24)[64:, 16:]
+    np.testing.assert_array_equal(got, np.asarray(x, np.float64)[:26, :8])
+    np.testing.assert_array_equal(lse[1, :, 0].reshape(90)[64:], np.asarray(numbers, np.float64)[1, 64:])
+
+
+# Which calls it runs
+
+
+Q, KEY, VALUE = draw(2, 1, 40, dtype="bfloat16")
+
+
+def cache_of(page_size):
+    return caches.paged(KEY, VALUE, [40, 17], page_size)
+
+
+REFUSED = {
+    "float32": lambda: decode.prepare(*draw(2, 1, 40)),
+    "int8": lambda: decode.prepare(Q, jattn.quantize(KEY), VALUE),
+    "H=136": lambda: decode.prepare(*draw(2, 1, 40, H=136, dtype="bfloat16")),
+    "D=20": lambda: decode.prepare(*draw(2, 1, 40, D=20, dtype="bfloat16")),
+    "T=33 times N/K=2": lambda: decode.prepare(*draw(2, 33, 40, dtype="bfloat16")),
+    "multiples of 16, not 1": lambda: paged.prepare(Q, cache_of(1)),
+    "packed": lambda: paged.prepare(Q[:, 0], cache_of(16), np.arange(3, dtype=np.int32)),
+    "kind Tree": lambda: decode.prepare(Q, KEY, VALUE, mask=masks.tree(np.array([-1]))),
+    "modifiers": lambda: decode.prepare(Q, KEY, VALUE, score_mod=mods.alibi(4)),
+    "sinks": lambda: decode.prepare(Q, KEY, VALUE, sinks=np.ones(4, np.float32)),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refusals_name_their_reason(words):
+    assert words in mosaic.why_not(REFUSED[words]().problem)
+
+
+def test_only_when_named():
+    for call in (decode.prepare(Q, KEY, VALUE), paged.prepare(Q, cache_of(16))):
+        assert mosaic.why_not(call.problem) is None and "GPU" in mosaic.why_not_here()
+    with pytest.raises(NotImplementedError, match="'mosaic' can be lowered for cuda alone, not for cpu"):
+        decode_attention(Q, KEY, VALUE, implementation="mosaic")
+    told = jattn.explain(Q, cache_of(16), op="paged_attention")
+    assert told.implementation == "xla" and "GPU" in told.refused["mosaic"]
+
+
+def test_a_config_is_checked():
+    call = decode.prepare(Q, KEY, VALUE)
+    assert mosaic.choose(call.problem, None).split == 512 and mosaic.choose(call.problem, SMALL) is SMALL
+    with pytest.raises(TypeError, match="DecodeConfig"):
+        mosaic.choose(call.problem, "fast")
+    with pytest.raises(ValueError, match="split=100 must be a positive multiple of 64"):
+        mosaic.DecodeConfig(100)
+
+
+@pytest.mark.parametrize("B, T, S", [(0, 1, 40), (2, 1, 0)])
+def test_nothing_to_do(B, T, S):
+    out, lse = forward(decode.prepare(*draw(B, T, S, dtype="bfloat16")))
+    assert out.shape == (B, T, 4, 16) and not np.any(out) and np.isneginf(lse).all()
+
+
+# Compiled without a GPU
+
+
+def empty_call(page=None, B=3, T=1, S=1000, N=8, K=2, H=128, D=None, dtype="bfloat16", **options):
+    zeros = functools.partial(jnp.zeros, dtype=dtype)
+    q, lengths = zeros((B, T, N, H)), jnp.full(B, S, jnp.int32)
+    if page is None:
+        return decode.prepare(q, zeros((B, S, K, H)), zeros((B, S, K, D or H)), lengths, **options)
+    pages = (B * -(-S // page), page, K)
+    tables = jnp.zeros((B, -(-S // page)), jnp.int32)
+    cache = jattn.PagedCache(zeros((*pages, H)), zeros((*pages, D or H)), tables, lengths)
+    return paged.prepare(q, cache, **options)
+
+
+COMPILED = {
+    **{f"pages of {page}": dict(page=page) for page in (16, 32, 64, 128, 256)},
+    **{f"contiguous, {H}": dict(H=H, D=D) for H, D in ((64, 64), (128, 128), (96, 40), (16, 128))},
+    "one split": dict(S=300),
+    "tokens, window, cap": dict(
+        page=64, T=5, local_window_size=(100, 3), logits_soft_cap=20.0, scale=jnp.float32(0.3), dtype="float16",
+        query_seq_lengths=jnp.int32([5, 1, 0]),
+    ),
+    "64 tokens": dict(page=32, T=64, N=2, is_causal=False),
+    "benchmarked": dict(B=64, S=8192, N=32, K=8),
+    "long": dict(page=16, B=1, S=131072, N=32, K=8),
+}  # fmt: skip
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_for_an_h200(name):
+    call = empty_call(**COMPILED[name])
+    options = dataclasses.replace(call.options, config=mosaic.choose(call.problem, None))
+    leaves, structure = jax.tree.flatten(call.arrays)
+    found = aot.compile_for_h200(lambda *leaves: mosaic.forward(structure.unflatten(leaves), options), *leaves)
+    assert found.clean, found
+
+
+# On a GPU
+
+EDGES = np.array([0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000, 1024], np.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("is_causal", "local_window_size", "logits_soft_cap"))
+def attend_pages(q, cache, **options):
+    return paged_attention(q, cache, return_residual=True, implementation="mosaic", **options)
+
+
+@functools.partial(jax.jit, static_argnames=("is_causal", "local_window_size", "logits_soft_cap"))
+def attend(q, k, v, lengths, **options):
+    return decode_attention(q, k, v, lengths, return_residual=True, implementation="mosaic", **options)
+
+
+def equal(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize(
+    "N, K, T, H, D", [(4, 4, 1, 128, 128), (8, 2, 3, 64, 128), (8, 1, 8, 40, 24), (6, 2, 1, 128, 64)]
+)
+def test_every_edge_of_pages_blocks_and_splits(page_size, N, K, T, H, D):
+    """Against the oracle, with NaN and Inf in what nobody owns; and the contiguous cache bit for bit."""
+    q, k, v = draw(len(EDGES), T, 1024, N, K, H, D, dtype="bfloat16")
+    want = attend(q, caches.poisoned(k, EDGES), caches.poisoned(v, EDGES), EDGES)
+    hold(want, problem(q, k, v, EDGES))
+    cache = caches.paged(k, v, EDGES, page_size, seed=page_size)
+    equal(attend_pages(q, cache), want)
+    equal(attend_pages(q, caches.paged(k, v, EDGES, page_size, seed=1)), want)
+    pools = (jnp.where(jnp.isnan(x), jnp.inf, x).astype(x.dtype) for x in (cache.key_pages, cache.value_pages))
+    equal(attend_pages(q, jattn.PagedCache(*pools, cache.block_tables, cache.lengths)), want)
+
+
+FEATURES = {
+    "window": (dict(local_window_size=(40, 0)), lambda b, n, row, t, s: s >= t - 40, {}),
+    "window ahead": (dict(local_window_size=(600, -2)), lambda b, n, row, t, s: (s <= t - 2) & (s >= t - 600), {}),
+    "not causal": (dict(is_causal=False), None, dict(causal=False)),
+    "soft cap, traced scale": (
+        dict(logits_soft_cap=5.0, scale=np.float32(0.4)), None, dict(soft_cap=5.0, scale=0.4),
+    ),
+    "negative scale": (dict(scale=-0.1), None, dict(scale=-0.1)),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_every_feature(name, dtype):
+    options, rule, more = FEATURES[name]
+    lengths, counts = np.array([1000, 513, 3, 0], np.int32), np.array([7, 3, 7, 7], np.int32)
+    q, k, v = draw(4, 7, 1000, 8, 2, 64, dtype=dtype)
+    p = problem(q, k, v, lengths, rule, query_lengths=counts, **more)
+    q = caches.poisoned(q, counts)
+    hold(attend(q, k, v, lengths, query_seq_lengths=counts, **options), p)
+    hold(attend_pages(q, caches.paged(k, v, lengths, 32), query_seq_lengths=counts, **options), p)
+
+
+@pytest.mark.gpu
+def test_repeats_are_bit_equal():
+    q, k, v = draw(16, 1, 4096, 32, 8, 128, dtype="bfloat16")
+    lengths = np.random.default_rng(0).integers(0, 4097, 16).astype(np.int32)
+    operands = jax.device_put((q, k, v, lengths))
+    want = attend(*operands)
+    for _ in range(100):
+        assert all(bool(jnp.array_equal(a, b)) for a, b in zip(attend(*operands), want, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, (300, 0)])
+def test_bits_do_not_depend_on_neighbours_row_capacity_or_padding(window):
+    q, k, v = draw(1, 3, 1300, 8, 2, 128, dtype="bfloat16")
+    want = attend(q, k, v, np.array([1277], np.int32), local_window_size=window)
+    rng = np.random.default_rng(1)
+    for B, row, S, T in ((1, 0, 5000, 3), (2, 1, 2048, 3), (301, 300, 1301, 3), (3, 1, 1408, 16)):
+        shapes = ((B, m, *x.shape[2:]) for m, x in ((T, q), (S, k), (S, v)))
+        qs, ks, vs = (9 * rng.standard_normal(shape, np.float32).astype(q.dtype) for shape in shapes)
+        lengths, counts = rng.integers(0, S, B).astype(np.int32), np.full(B, T, np.int32)
+        lengths[row], counts[row] = 1277, 3
+        qs[row, :3], ks[row, :1277], vs[row, :1277] = q[0], k[0, :1277], v[0, :1277]
+        options = dict(query_seq_lengths=counts) if T != 3 else {}
+        out, lse = attend(qs, ks, vs, lengths, local_window_size=window, **options)
+        np.testing.assert_array_equal(out[row, :3], want[0][0], err_msg=f"{B=} {row=} {S=} {T=}")
+        np.testing.assert_array_equal(lse[row, :3], want[1][0], err_msg=f"{B=} {row=} {S=} {T=}")
+
+
+@pytest.mark.gpu
+def test_past_two_to_the_31_elements():
+    """The last page of a pool whose elements 32 bits cannot count."""
+    q, k, v = draw(1, 1, 64, 4, 1, 128, dtype="bfloat16")
+    pages = 2**31 // (64 * 128) + 8
+    pools = [jnp.zeros((pages, 64, 1, 128), "bfloat16").at[-1].set(x[0]) for x in (k, v)]
+    cache = jattn.PagedCache(*pools, jnp.int32([[pages - 1, 0]]), jnp.int32([64]))
+    hold(attend_pages(q, cache), problem(q, k, v, [64]))
