@@ -26,7 +26,6 @@ LAYERS = {
     "csa": (jattn.nnx.CompressedSparseAttention, dict(top_k=TOP, index_heads=J, index_head_dim=C)),
     "hca": (jattn.nnx.HeavilyCompressedAttention, dict(ratio=8)),
 }
-KINDS = pytest.mark.parametrize("kind", LAYERS)
 
 
 def layer(kind, **options):
@@ -91,28 +90,28 @@ def check(name, kind, got, rows=slice(None)):
     compare.check(name, got, truth[rows], [baseline[rows]], np.float32)
 
 
-@KINDS
-def test_is_the_definition_and_decoding_is_the_prompt(kind):
-    """At every position: at once, and token by token from nothing. Prompts in parts: below, and those of the op."""
-    x, of = tokens(), layer(kind)
-    check("at once", kind, np.asarray(call(of, x)))
+def test_csa_is_the_definition_and_decoding_is_the_prompt():
+    """At every position: at once, and token by token from nothing."""
+    x, of = tokens(), layer("csa")
+    check("at once", "csa", np.asarray(call(of, x)))
     of.init_cache((B, T, M))
-    check("token by token", kind, decoded(of, x, [1] * T))
+    check("token by token", "csa", decoded(of, x, [1] * T))
     assert of.cached.get_value().lengths.tolist() == [T] * B
 
 
-def test_prompts_and_tokens_that_do_not_exist():
-    """Prompts of other lengths, whose padding is NaN; then they go on."""
+def test_hca_decodes_prompts_of_other_lengths():
+    """A prompt whose padding is NaN and an empty one, and then token by token: every position is that of the whole."""
     x, of, lengths = tokens(), layer("hca"), np.array([21, 0], np.int32)
     of.init_cache((B, T, M))
     padded = np.where(np.arange(21)[:, None] < lengths[:, None, None], x[:, :21], np.float32(np.nan))
     first = np.asarray(call(of, padded, decode=True, seq_lengths=lengths))
-    second = np.asarray(call(of, np.stack([x[b, n : n + 1] for b, n in enumerate(lengths)]), decode=True))
-    check("the first", "hca", np.concatenate([first[0], second[0]]), (0, slice(0, 22)))
-    check("the second", "hca", second[1], (1, slice(0, 1)))
+    steps = decoded(of, np.stack([x[0, 21:], x[1, :19]]), [1] * 19)
+    check("the first", "hca", np.concatenate([first[0], steps[0]]), 0)
+    check("the second", "hca", steps[1], (1, slice(0, 19)))
 
 
 def test_packed_sequences_do_not_see_each_other():
+    """HCA at once, in one row."""
     x, of = tokens(), layer("hca")
     packed = np.asarray(call(of, x.reshape(B * T, M), cu_seqlens=np.array([0, T, 2 * T], np.int32)))
     check("packed", "hca", packed.reshape(B, T, M))

@@ -12,7 +12,7 @@ from nnx_cases import B, M, T, call, decoded, disturb, gradients, parameters, rm
 import jattn.nnx
 
 LAYERS = {
-    "kda": (jattn.nnx.KimiDeltaAttention, dict(num_heads=2)),
+    "kda": (jattn.nnx.KimiDeltaAttention, dict(num_heads=2, mode="recurrent")),
     "kda, bounded": (
         jattn.nnx.KimiDeltaAttention,
         dict(
@@ -120,7 +120,7 @@ def test_segments_are_sequences_of_their_own():
 
 
 def test_every_parameter_learns():
-    found = gradients(layer("kda, bounded"), tokens())
+    found = gradients(layer("kda, bounded", mode="recurrent"), tokens())
     assert set(found) == set(parameters(layer("kda, bounded"), np.float32))
     for name, gradient in found.items():
         assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0, name
