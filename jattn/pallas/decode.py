@@ -3,6 +3,8 @@
 The kernel is in `jattn.pallas.hopper.decode`.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 
 from jattn._varying import unvary, vary, varying_axes
@@ -38,8 +40,8 @@ def forward(arrays, options, *, interpret=False, multiprocessors=_MULTIPROCESSOR
         config=options.config,
     )  # fmt: skip
     inputs = Inputs(
-        q=arrays.query, k=arrays.key, v=arrays.value, lengths=arrays.lengths, tables=arrays.block_tables,
-        query_lengths=arrays.query_lengths,
+        q=arrays.query, k=arrays.key, v=arrays.value, lengths=arrays.lengths,
+        tables=arrays.block_tables if options.config.tables else None, query_lengths=arrays.query_lengths,
         scale=None if arrays.scale is None else arrays.scale.astype(jnp.float32).reshape(1),
     )  # fmt: skip
     return vary(launch(plan, inputs, interpret=interpret, multiprocessors=multiprocessors), axes)
@@ -49,10 +51,10 @@ def choose(problem, config) -> DecodeConfig:
     """The caller's config, checked, or splits of 512 keys, whatever the call: a choice by its size would show in the
     bits."""
     if config is None:
-        return DecodeConfig()
+        config = DecodeConfig()
     if not isinstance(config, DecodeConfig):
         raise TypeError(f"config={config!r} is not a jattn.pallas.decode.DecodeConfig, which mosaic takes")
-    return config
+    return dataclasses.replace(config, tables=problem.op == "paged_attention")
 
 
 def why_not(problem) -> str | None:

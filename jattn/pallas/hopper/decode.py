@@ -132,7 +132,10 @@ def _load_block(x, item, i, position):
 
 def _places(x, item, block) -> list:
     """(page, first row in it) of each copy that a block is made of. What lies past the length is somebody's page."""
-    p, last = x.plan, x.tables.shape[1] - 1
+    p = x.plan
+    if x.tables is None:
+        return [(item.batch, block * BLOCK)]
+    last = x.tables.shape[1] - 1
     if p.page is None:
         entries = [(i32(0), block * BLOCK)]
     elif p.page >= BLOCK:

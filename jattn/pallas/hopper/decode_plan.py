@@ -28,9 +28,11 @@ class DecodeConfig:
 
     Attributes:
         split: keys of an item, a multiple of 64. Results depend on it in their last bits.
+        tables: whether block tables say where the keys are; else sequence b is page b. Dispatch decides.
     """
 
     split: int = 512
+    tables: bool = True
 
     def __post_init__(self):
         if not isinstance(self.split, int) or self.split <= 0 or self.split % BLOCK:
@@ -100,7 +102,7 @@ class Inputs:
     k: Any  # [P, page, K, H]
     v: Any  # [P, page, K, D]
     lengths: Any  # int32 [B]
-    tables: Any  # int32 [B, W]
+    tables: Any = None  # int32 [B, W]; None: sequence b is page b
     query_lengths: Any = None  # int32 [B]
     scale: Any = None  # float32 [1]
 
