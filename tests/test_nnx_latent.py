@@ -3,11 +3,13 @@
 import functools
 
 import compare
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 from linear_cases import quick_compiles  # noqa: F401 -- for every test here
 from nnx_cases import B, M, call, decoded, disturb, gradients, parameters, rms, sigmoid, tokens
 
@@ -139,6 +141,19 @@ def test_positions_turn_by_differences():
     assert np.abs(call(base, x) - call(of, x)).max() > 1e-3
     with pytest.raises(NotImplementedError, match="cannot honour input_positions="):
         layer("kimi k3")(x, input_positions=at)
+
+
+def test_a_layer_spread_over_devices_is_the_layer():
+    """Heads over two devices, by the metadata of the parameters; the cache is where the compiler puts it."""
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    x = tokens()
+    with jax.set_mesh(mesh):
+        of = layer("kimi linear", kernel_init=init, rope_features=2)
+        assert of.query_up.kernel[...].sharding.spec[:2] == (None, "model")
+        of.init_cache((B, T, M))
+        check("spread", of, x, np.asarray(call(of, x)))
+        check("decoded", of, x, decoded(of, x, [T - 2, 1, 1]))
 
 
 def test_dropout_follows_flax_rules():

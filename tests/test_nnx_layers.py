@@ -1,13 +1,12 @@
 """What all layers with a cache do as Flax layers: metadata of parameters, views, and one compilation for equal ones."""
 
-import compare
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 from linear_cases import quick_compiles  # noqa: F401 -- for every test here
-from nnx_cases import B, M, T, call, decoded, tokens
+from nnx_cases import B, M, T, call, tokens
 
 import jattn
 import jattn.nnx
@@ -60,17 +59,6 @@ def test_metadata_reaches_the_kernels():
     of = layer("kda", kernel_metadata={"note": "one"}, out_kernel_metadata={"note": "two"})
     assert (of.query.kernel.note, of.decay_up.kernel.note, of.out.kernel.note) == ("one", "one", "two")
     assert layer("mla", kernel_metadata={"note": "one"}).out.kernel.note == "one"
-
-
-def test_a_layer_spread_over_devices_is_the_layer():
-    x, init = tokens(), nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
-    want = np.asarray(call(layer("mla"), x))
-    with jax.set_mesh(mesh()):
-        spread = layer("mla", kernel_init=init)
-        spread.init_cache((B, T, M))
-        got, steps = np.asarray(call(spread, x)), decoded(spread, x, [T - 2, 1, 1])
-    compare.check("spread", got, want, [want], np.float32)
-    compare.check("decoded", steps, want, [want], np.float32)
 
 
 @ALL
