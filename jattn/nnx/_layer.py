@@ -51,7 +51,7 @@ class CachedLayer(nnx.Module):
 
     def cache_dtype(self, dtype):
         """The dtype of cached rows: that of the layer's own projections."""
-        return jnp.dtype(dtype or self.dtype or self.param_dtype)
+        return jnp.dtype(next(x for x in (dtype, self.dtype, self.param_dtype) if x is not None))
 
 
 def heads(num_heads, in_features, qkv_features):

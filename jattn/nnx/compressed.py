@@ -179,12 +179,19 @@ class CompressedSparseAttention(_CompressedLayer):
         ValueError: feature counts that do not divide.
 
     Example:
+        >>> import jax.numpy as jnp
+        >>> import jattn.nnx
+        >>> from flax import nnx
         >>> layer = jattn.nnx.CompressedSparseAttention(
-        ...     num_heads=8, in_features=512, top_k=64, index_heads=4, index_head_dim=32, rotary=jattn.Rotary(32),
-        ...     rngs=nnx.Rngs(0))
-        >>> y = layer(x)                                         # x [B, T, 512]
-        >>> layer.init_cache((B, 1024, 512))
-        >>> y, z = layer(prompt, decode=True), layer(token, decode=True)  # [B, T, 512] and then [B, 1, 512]
+        ...     num_heads=4, in_features=64, top_k=4, index_heads=4, index_head_dim=8, window=16,
+        ...     rotary=jattn.Rotary(8), rngs=nnx.Rngs(0))
+        >>> x = jnp.ones((2, 40, 64))
+        >>> layer(x).shape
+        (2, 40, 64)
+        >>> layer.init_cache((2, 1024, 64))
+        >>> prompt, token = layer(x[:, :39], decode=True), layer(x[:, 39:], decode=True)
+        >>> prompt.shape, token.shape
+        ((2, 39, 64), (2, 1, 64))
 
     Source: DeepSeek-V4, compressed sparse attention.
     """
@@ -227,8 +234,12 @@ class HeavilyCompressedAttention(_CompressedLayer):
         ValueError: feature counts that do not divide.
 
     Example:
-        >>> layer = jattn.nnx.HeavilyCompressedAttention(num_heads=8, in_features=512, rngs=nnx.Rngs(0))
-        >>> y = layer(x)  # x [B, T, 512]
+        >>> import jax.numpy as jnp
+        >>> import jattn.nnx
+        >>> from flax import nnx
+        >>> layer = jattn.nnx.HeavilyCompressedAttention(num_heads=4, in_features=64, ratio=8, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 40, 64))).shape
+        (2, 40, 64)
 
     Source: DeepSeek-V4, heavily compressed attention.
     """

@@ -214,10 +214,17 @@ class KimiDeltaAttention(_DeltaLayer):
         ValueError: head counts or feature counts that do not divide, an unknown gate.
 
     Example:
-        >>> layer = jattn.nnx.KimiDeltaAttention(num_heads=8, in_features=512, rngs=nnx.Rngs(0))
-        >>> y = layer(x)                                         # x [B, T, 512]
-        >>> layer.init_cache((B, 1024, 512))
-        >>> y, z = layer(prompt, decode=True), layer(token, decode=True)  # [B, T, 512] and then [B, 1, 512]
+        >>> import jax.numpy as jnp
+        >>> import jattn.nnx
+        >>> from flax import nnx
+        >>> layer = jattn.nnx.KimiDeltaAttention(num_heads=4, in_features=64, rngs=nnx.Rngs(0))
+        >>> x = jnp.ones((2, 40, 64))
+        >>> layer(x).shape
+        (2, 40, 64)
+        >>> layer.init_cache((2, 1024, 64))
+        >>> prompt, token = layer(x[:, :39], decode=True), layer(x[:, 39:], decode=True)
+        >>> prompt.shape, token.shape
+        ((2, 39, 64), (2, 1, 64))
 
     Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture" (2025).
     """
@@ -253,8 +260,12 @@ class GatedDeltaNet(_DeltaLayer):
         ValueError: head counts or feature counts that do not divide, an unknown gate.
 
     Example:
-        >>> layer = jattn.nnx.GatedDeltaNet(num_heads=8, in_features=512, num_qk_heads=4, rngs=nnx.Rngs(0))
-        >>> y = layer(x)  # x [B, T, 512]
+        >>> import jax.numpy as jnp
+        >>> import jattn.nnx
+        >>> from flax import nnx
+        >>> layer = jattn.nnx.GatedDeltaNet(num_heads=4, in_features=64, num_qk_heads=2, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 40, 64))).shape
+        (2, 40, 64)
 
     Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024); Qwen3-Next for
     fewer heads of query and key.

@@ -62,10 +62,17 @@ class MultiHeadLatentAttention(CachedLayer):
         NotImplementedError: `use_bias`, a dot algorithm as precision.
 
     Example:
-        >>> layer = jattn.nnx.MultiHeadLatentAttention(num_heads=8, in_features=512, gated=True, rngs=nnx.Rngs(0))
-        >>> y = layer(x)                                         # x [B, T, 512]
-        >>> layer.init_cache((B, 1024, 512))
-        >>> y, z = layer(prompt, decode=True), layer(token, decode=True)  # [B, T, 512] and then [B, 1, 512]
+        >>> import jax.numpy as jnp
+        >>> import jattn.nnx
+        >>> from flax import nnx
+        >>> layer = jattn.nnx.MultiHeadLatentAttention(num_heads=4, in_features=64, gated=True, rngs=nnx.Rngs(0))
+        >>> x = jnp.ones((2, 40, 64))
+        >>> layer(x).shape
+        (2, 40, 64)
+        >>> layer.init_cache((2, 1024, 64))
+        >>> prompt, token = layer(x[:, :39], decode=True), layer(x[:, 39:], decode=True)
+        >>> prompt.shape, token.shape
+        ((2, 39, 64), (2, 1, 64))
 
     Sources: DeepSeek-V2 (2024), section 2.1; Kimi K3 for the gate.
     """
