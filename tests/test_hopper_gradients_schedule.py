@@ -38,7 +38,7 @@ def steering(*, packed=False, deterministic=True, heads=(4, 2), **kwargs):
         call = prepare_ragged(q[0], k[0], k[0], CU, CU + 50, deterministic=deterministic, **kwargs)
     else:
         call = prepare(q, k, k, deterministic=deterministic, **kwargs)
-    plan, spec = attention_gradients._plan(call.arrays, call.context, call.options)
+    plan, _, spec = attention_gradients._plan(call.arrays, call.context, call.options)
     found, _ = attention_gradients._steering(plan, call.context, spec, 7)
     return plan, jax.tree.map(np.asarray, found), call
 

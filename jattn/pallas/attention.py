@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jattn._tile import Grid
 from jattn._varying import unvary, vary, varying_axes
-from jattn.pallas import configs, lowering, partition, primitives, schedule
+from jattn.pallas import configs, lowering, partition, pieces, primitives, schedule
 from jattn.pallas.attention_gradients import backward, why_not_backward
 from jattn.pallas.hopper.attention_forward import launch
 from jattn.pallas.hopper.forward_plan import Inputs, Plan
@@ -54,7 +53,8 @@ def _part(arrays, context, options, unrounded, interpret, multiprocessors):
     (B, T, N, H), (S, K), D = arrays.query.shape, arrays.key.shape[1:3], arrays.value.shape[3]
     packed = context.cu_queries is not None
     sequences = context.cu_queries.shape[0] - 1 if packed else None
-    spec = lowering.lower_mask(context.mask, row_bounds=not packed)
+    spec = lowering.lower_mask(context.mask, row_bounds=not packed and not options.partial)
+    context, spec = pieces.own_bounds(context, options, spec, T)
     plan = Plan(
         B=B, T=T, S=S, N=N, K=K, H=H, D=D, dtype=arrays.query.dtype, scale=options.scale, left=spec.left,
         right=spec.right, offset=options.query_offset if context.query_offset is None else None,
@@ -64,7 +64,7 @@ def _part(arrays, context, options, unrounded, interpret, multiprocessors):
         packed_tiles=most_tiles(T, sequences, options.config.rows) if packed else None, soft_cap=options.soft_cap,
         mod=with_bools(options.mod, arrays.aux), aux_kinds=options.mod.kinds if options.mod else (), rule=spec.rule,
         row_bounds=spec.row_end is not None, biased=arrays.bias is not None,
-        dropout_threshold=options.dropout_threshold,
+        dropout_threshold=options.dropout_threshold, piece=options.partial,
     )
     plain = not (plan.rule or plan.mod or plan.dropout_threshold)
     inputs = Inputs(
@@ -74,7 +74,7 @@ def _part(arrays, context, options, unrounded, interpret, multiprocessors):
         mask_arrays=tuple(map(readable, spec.arrays)),
         sinks=None if arrays.sinks is None else arrays.sinks.astype(jnp.float32),
         dropout_key=None if context.dropout_key is None else lax.bitcast_convert_type(context.dropout_key, jnp.int32),
-        origin=None if plain or context.origin is None else context.origin[:2],
+        origin=None if plain else context.origin,
     )
     return launch(plan, inputs, interpret=interpret)
 
@@ -156,8 +156,7 @@ def _sequences(plan, context, spec):
 
 def _block_lists(plan, context):
     config = plan.config
-    offset = plan.offset if context.query_offset is None else context.query_offset.reshape(-1, 1, 1, 1)
-    some, every = context.mask.possible(Grid(plan.T, plan.S, config.rows, config.block_k, offset))
+    some, every = context.mask.possible(pieces.grid(plan, context, config.rows, config.block_k))
     shape = (*jnp.broadcast_shapes(some.shape, every.shape)[:2], plan.tiles, plan.key_blocks)
     block = jnp.arange(plan.key_blocks, dtype=jnp.int32)
     some = jnp.broadcast_to(some, shape)
@@ -246,8 +245,10 @@ def why_not(problem) -> str | None:
     symbolic = [f"{letter}={size}" for letter, size in sizes.items() if not isinstance(size, int)]
     if symbolic:
         return f"needs static shapes, not {symbolic[0]}"
-    if problem.partial or problem.stride != 1:
-        return "pieces of a longer sequence are not implemented"
+    if problem.stride != 1:
+        return f"needs neighbouring tokens in pieces of a longer sequence, not every {problem.stride}th"
+    if problem.partial and problem.dropout and problem.S % 16:
+        return f"dropout over pieces of a longer sequence needs pieces of a multiple of 16 keys, not {problem.S}"
     return primitives.why_not(problem.operations)
 
 

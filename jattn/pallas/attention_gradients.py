@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jattn._tile import Grid
 from jattn._varying import unvary, vary, varying_axes
-from jattn.pallas import configs, lowering, partition, primitives, schedule
+from jattn.pallas import configs, lowering, partition, pieces, primitives, schedule
 from jattn.pallas.hopper import attention_backward
 from jattn.pallas.hopper.backward_plan import Inputs, Plan
 from jattn.pallas.lowering import readable, with_bools
@@ -23,14 +22,15 @@ _FEWEST = 78  # of a Hopper card: an H20
 def backward(
     arrays, context, options, out, lse, rest, dout, dlse, *, interpret=False, multiprocessors=_MULTIPROCESSORS
 ):
-    """Gradients of query, key, value and sinks in their dtypes, from the cotangents of out and lse. In the place of
-    gradients that sum over rows (scale, bias, the modifier's arrays) stands None."""
+    """Gradients of query, key, value and sinks in their dtypes (of pieces in float32), from the cotangents of out and
+    lse. In the place of gradients that sum over rows (scale, bias, the modifier's arrays) stands None."""
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
     axes = varying_axes((arrays, context, dout, delta))
     inputs = unvary((arrays, context, (dout.astype(arrays.query.dtype), lse, delta)))
     without_sequences = context.cu_queries is not None and context.cu_queries.shape == (1,)
     if 0 in (*arrays.query.shape, arrays.key.shape[1]) or without_sequences:
-        grads = tuple(jnp.zeros_like(x) for x in (arrays.query, arrays.key, arrays.value))
+        dtype = jnp.float32 if options.partial else arrays.query.dtype
+        grads = tuple(jnp.zeros(x.shape, dtype) for x in (arrays.query, arrays.key, arrays.value))
     else:
         part = functools.partial(_part, options=options, interpret=interpret, multiprocessors=multiprocessors)
         grads = part(*inputs) if interpret else partition.divided_backward(part, *inputs)
@@ -50,7 +50,7 @@ def _sink_gradient(sinks, lse, delta):
 
 def _part(arrays, context, saved, options, interpret, multiprocessors):
     """`(dq, dk, dv)` of one device's part of the batch and the heads, or of all; not empty."""
-    plan, spec = _plan(arrays, context, options)
+    plan, context, spec = _plan(arrays, context, options)
     dout, lse, delta = saved
     negated = jnp.where(lse == -jnp.inf, lse, lse * -math.log2(math.e))
     plain = not (plan.rule or plan.mod or plan.dropout_threshold)
@@ -60,7 +60,7 @@ def _part(arrays, context, saved, options, interpret, multiprocessors):
         **steering, scale=None if arrays.scale is None else arrays.scale.astype(jnp.float32).reshape(1),
         bias=readable(arrays.bias), aux=tuple(map(readable, arrays.aux)), mask_arrays=tuple(map(readable, spec.arrays)),
         dropout_key=None if context.dropout_key is None else lax.bitcast_convert_type(context.dropout_key, jnp.int32),
-        origin=None if plain or context.origin is None else context.origin[:2],
+        origin=None if plain else context.origin,
     )  # fmt: skip
     return attention_backward.launch(plan, inputs, interpret=interpret)
 
@@ -70,6 +70,7 @@ def _plan(arrays, context, options):
     packed = context.cu_queries is not None
     sequences = context.cu_queries.shape[0] - 1 if packed else None
     spec = lowering.lower_mask(context.mask, row_bounds=False)
+    context, spec = pieces.own_bounds(context, options, spec, T)
     features = [x is not None for x in (spec.rule, options.mod, options.soft_cap, arrays.bias)]
     dropout = options.dropout_threshold > 0
     config = configs.backward_config(
@@ -85,9 +86,9 @@ def _plan(arrays, context, options):
         rows=blocks * config.block_q, packed_tiles=most_tiles(S, sequences, config.keys) if packed else None,
         soft_cap=options.soft_cap, mod=with_bools(options.mod, arrays.aux),
         aux_kinds=options.mod.kinds if options.mod else (), rule=spec.rule, biased=arrays.bias is not None,
-        dropout_threshold=options.dropout_threshold, deterministic=options.deterministic,
+        dropout_threshold=options.dropout_threshold, deterministic=options.deterministic, piece=options.partial,
     )  # fmt: skip
-    return plan, spec
+    return plan, context, spec
 
 
 # --- what steers the kernel -------------------------------------------------------------------------------------------
@@ -164,8 +165,7 @@ def _ranks(plan, sequences):
 def _block_lists(plan, context):
     """`(Inputs.lists, Inputs.ranks, costs [groups of pairs, tiles])`."""
     config = plan.config
-    offset = plan.offset if context.query_offset is None else context.query_offset.reshape(-1, 1, 1, 1)
-    some, every = context.mask.possible(Grid(plan.T, plan.S, config.block_q, config.keys, offset))
+    some, every = context.mask.possible(pieces.grid(plan, context, config.block_q, config.keys))
     shape = (*jnp.broadcast_shapes(some.shape, every.shape)[:2], plan.query_blocks, plan.tiles)
     some, hidden = (_of_key_heads(plan, jnp.broadcast_to(x, shape)) for x in (some, ~every))
     tile = jnp.arange(plan.tiles, dtype=jnp.int32)[:, None]

@@ -64,7 +64,7 @@ def launch(plan: Plan, inputs: Inputs, *, interpret=False):
     def run(inputs):
         dq, dk, dv = _launch(plan, inputs, interpret)
         scale = plan.scale if inputs.scale is None else inputs.scale
-        return (dq * scale).astype(plan.dtype), dk, dv
+        return (dq * scale).astype(plan.result_dtype), dk, dv
 
     return mapped_in_turn(run, unrolled=bool(interpret))(inputs)
 
@@ -85,7 +85,7 @@ def _launch(plan, inputs, interpret):
     results = kernel_in_place(
         body,
         name="jattn_attention_backward",
-        out_type=tuple(jax.ShapeDtypeStruct((plan.B, plan.S, plan.K, n), plan.dtype) for n in (plan.H, plan.D)),
+        out_type=tuple(jax.ShapeDtypeStruct((plan.B, plan.S, plan.K, n), plan.result_dtype) for n in (plan.H, plan.D)),
         scratch=_consumer(plan).scratch(plan),
         grid={"block": inputs.table.shape[1]},
         warpgroups=consumers + 1,

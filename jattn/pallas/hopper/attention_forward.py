@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jattn.pallas import pieces
 from jattn.pallas._compat import kernel, pl, plgpu
 from jattn.pallas.hopper import dropout, memory, ptx, scores, softmax
 from jattn.pallas.hopper.forward_plan import LOG2E, Inputs, Plan, block_of, ceil_div, item_of, ring, tile_of
@@ -353,22 +354,18 @@ def _place(x, tile, start):
     return scores.Place(
         batch=tile.sequence, head=tile.head, row=row, column=start, offset=tile.position - tile.row,
         array_row=row + tile.rows_start, array_column=start + tile.keys_start, diagonal_origin=x.plan.T - 1,
-        origin=_origin(x),
+        origin=pieces.origin(x.plan, x),
     )
-
-
-def _origin(x):
-    return (0, 0) if x.origin is None else (x.origin[0], x.origin[1])
 
 
 def _dropped(x, tile, p, start):
     plan = x.plan
     if plan.dropout_threshold == 0:
         return p
-    batch, head = _origin(x)
+    batch, head, _, key = pieces.origin(plan, x)
     return dropout.drop(
         p, (x.dropout_key[0], x.dropout_key[1]), tile.sequence + batch, tile.head + head,
-        _first_row(x, tile) + tile.position - tile.row, start, plan.dropout_threshold,
+        _first_row(x, tile) + tile.position - tile.row + key, start + key, plan.dropout_threshold,
         aligned=plan.offset is not None and plan.offset % 16 == 0,
     )
 

@@ -41,10 +41,15 @@ class Plan:
     biased: bool = False
     dropout_threshold: int = 0
     deterministic: bool = False
+    piece: bool = False  # of a longer sequence: gradients stay in float32, because others are added to them
 
     @property
     def group(self) -> int:
         return self.N // self.K
+
+    @property
+    def result_dtype(self):
+        return jnp.float32 if self.piece else self.dtype
 
     @property
     def packed(self) -> bool:
@@ -121,7 +126,7 @@ class Inputs:
     bias: Any = None  # [B or 1, N or 1, T or 1, S or 1]
     aux: tuple = ()  # like bias, or [B or 1, N or 1, T + S - 1] by diagonal
     mask_arrays: tuple = ()  # like bias
-    origin: Any = None  # int32 [2]: batch index and head that 0 stands for in rules, modifiers and dropout
+    origin: Any = None  # int32 [4], see `pieces.origin`, where a rule, modifier or dropout asks
     dropout_key: Any = None  # int32 [2]
 
 

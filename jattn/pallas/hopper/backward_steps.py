@@ -9,6 +9,7 @@ import math
 import jax.numpy as jnp
 from jax import lax
 
+from jattn.pallas import pieces
 from jattn.pallas._compat import pl, plgpu
 from jattn.pallas.hopper import dropout, gradients, memory, ptx, scores, softmax
 from jattn.pallas.hopper.backward_plan import block_of, head_of, rank_of, row_of
@@ -54,10 +55,11 @@ def kept(x, tile, g, i):
     if not p.dropout_threshold:
         return None
     place = _place_of_scores(x, tile, g, i)
-    batch, head = place.batch + place.origin[0], place.head + place.origin[1]
+    first_batch, first_head, _, first_key = place.origin
+    position, key = place.row + tile.offset + first_key, place.column + first_key
     return dropout.kept(
-        x.columns, (x.dropout_key[0], x.dropout_key[1]), batch, head, place.row + tile.offset, place.column,
-        p.dropout_threshold, aligned=p.offset is not None and p.offset % 16 == 0,
+        x.columns, (x.dropout_key[0], x.dropout_key[1]), place.batch + first_batch, place.head + first_head, position,
+        key, p.dropout_threshold, aligned=p.offset is not None and p.offset % 16 == 0,
     )  # fmt: skip
 
 
@@ -66,7 +68,7 @@ def _place_of_scores(x, tile, g, i):
     return scores.Place(
         batch=tile.sequence, head=head_of(x, tile, g), row=row, column=key, offset=tile.offset,
         array_row=row + tile.queries_start, array_column=key + tile.keys_start, diagonal_origin=x.plan.T - 1,
-        origin=(0, 0) if x.origin is None else (x.origin[0], x.origin[1]), transposed=True,
+        origin=pieces.origin(x.plan, x), transposed=True,
     )  # fmt: skip
 
 
@@ -94,10 +96,10 @@ def write_keys(x, tile, dk: list, dv: list):
     start = tile.batch, tile.keys_start + first, tile.head
     rows = (p.S if tile.keys is None else tile.keys) - first
     for column, part in dk:
-        memory.st_global(x.dk, start, (part * scale(x)).astype(p.dtype), rows, column)
+        memory.st_global(x.dk, start, (part * scale(x)).astype(p.result_dtype), rows, column)
     for column, part in dv:
         part = part if p.dropout_threshold == 0 else part * _kept_inverse(p)
-        memory.st_global(x.dv, start, part.astype(p.dtype), rows, column)
+        memory.st_global(x.dv, start, part.astype(p.result_dtype), rows, column)
 
 
 def scale(x):

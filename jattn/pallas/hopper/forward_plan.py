@@ -47,6 +47,7 @@ class Plan:
     row_bounds: bool = False  # keys of a query below `Inputs.row_end` only
     biased: bool = False
     dropout_threshold: int = 0
+    piece: bool = False  # of a longer sequence
 
     @property
     def modified(self) -> bool:
@@ -123,7 +124,7 @@ class Inputs:
     lists: Any = None  # int32 [B or 1, N or 1, tiles, 2 + key blocks]: how many blocks a rule or row bound cuts, how
     # many are visited, and which: those cut come first
     row_end: Any = None  # int32 [B or 1, rows of all tiles]
-    origin: Any = None  # int32 [2]: batch index and head that 0 stands for in rules, modifiers and dropout
+    origin: Any = None  # int32 [4], see `pieces.origin`, where a rule, modifier or dropout asks
     scale: Any = None  # float32 [1]
     bias: Any = None  # [B or 1, N or 1, T or 1, S or 1]
     aux: tuple = ()  # like bias, or [B or 1, N or 1, T + S - 1] by diagonal

@@ -31,7 +31,7 @@ class Place:
     array_row: Any  # row and column of arrays [.., T, S]; others than the above when packed
     array_column: Any
     diagonal_origin: int  # entry of distance 0 in arrays by diagonal
-    origin: Any  # batch index and head that 0 stands for
+    origin: Any  # batch index, head, query index and key index that 0 stands for
     transposed: bool = False  # the tile has a key a row and a query a column, as the backward keeps it
 
     def element(self, start: int, width: int, arrays) -> Element:
@@ -44,8 +44,9 @@ class Place:
 
         return Element(
             batch=self.batch + self.origin[0], head=self.head + self.origin[1],
-            query_index=numbers(self.row + query, axis), query_position=numbers(self.row + self.offset + query, axis),
-            key_index=numbers(self.column + key, 1 - axis),
+            query_index=numbers(self.row + self.origin[2] + query, axis),
+            query_position=numbers(self.row + self.offset + self.origin[3] + query, axis),
+            key_index=numbers(self.column + self.origin[3] + key, 1 - axis),
             load=lambda i: self.load(arrays[i], start, width),
             load_at=lambda i, rows, columns: memory.ld_global_at(arrays[i], self.batch, self.head, rows, columns),
         )
