@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import importlib
+import re
 
 import aot
 import caches
@@ -10,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from caches import draw, hold, problem
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from test_hopper_protocol import MBarrier, Memory, Simulation
 from test_hopper_ptx import BF16, HOW, copy_in, f32, normal, run, slab_memory, store
 
@@ -20,7 +24,10 @@ from jattn.pallas._compat import plgpu
 from jattn.pallas.hopper import memory, ptx
 from jattn.pallas.hopper.decode_combine import combine
 from jattn.pallas.hopper.decode_plan import Plan
+from jattn.reference import paged as reference
+from jattn.reference.attention import TileConfig
 
+GATHERS = re.compile("all-gather|all-to-all|collective-permute|all-reduce")
 SMALL = mosaic.DecodeConfig(split=64)
 
 
@@ -302,6 +309,50 @@ def test_nothing_to_do(B, T, S):
     assert out.shape == (B, T, 4, 16) and not np.any(out) and np.isneginf(lse).all()
 
 
+# On several devices
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Plain JAX in the kernel's place, and here is where it runs: what divides a launch over devices is there."""
+
+    def part(arrays, options, **_):
+        out, lse = reference.forward(arrays, dataclasses.replace(options, config=TileConfig(8, 256)))
+        return out.astype(arrays.query.dtype), lse
+
+    for name, value in dict(PLATFORM="cpu", why_not_here=lambda: None, _part=part).items():
+        monkeypatch.setattr(mosaic, name, value)
+    attend = importlib.import_module("jattn.paged")._attend
+    attend.clear_cache()
+    yield
+    attend.clear_cache()
+
+
+def placed(tree, mesh, specs):
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, specs)
+
+
+@pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+def test_sequences_and_heads_stay_where_they_are(stand_in, mode):
+    """Four devices with two key heads cut by heads and sequences; and four by query heads, each with all pages."""
+    q, k, v = draw(4, 2, 60, 8, 2, dtype="bfloat16")
+    lengths = np.array([60, 1, 0, 33], np.int32)
+    cache = caches.paged(k, v, lengths)
+    attend = functools.partial(paged_attention, implementation="mosaic", return_residual=True)
+    want = jax.jit(attend)(q, cache)
+    hold(want, problem(q, k, v, lengths))
+    for shape, query, pages, rows in (
+        ((2, 2), P("x", None, "y"), P(None, None, "y"), P("x")), ((1, 4), P(None, None, "y"), P(), P()),
+    ):  # fmt: skip
+        mesh = Mesh(np.array(jax.devices()[:4]).reshape(shape), ("x", "y"), axis_types=(mode, mode))
+        operands = placed((q, cache), mesh, (query, jattn.PagedCache(pages, pages, rows, rows)))
+        compiled = jax.jit(attend).lower(*operands).compile()
+        assert not GATHERS.search(compiled.as_text())
+        got = compiled(*operands)
+        assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, query), 4)
+        hold(jax.tree.map(np.asarray, got), problem(q, k, v, lengths))
+
+
 # Compiled without a GPU
 
 
@@ -338,6 +389,25 @@ def test_compiles_for_an_h200(name):
     leaves, structure = jax.tree.flatten(call.arrays)
     found = aot.compile_for_h200(lambda *leaves: mosaic.forward(structure.unflatten(leaves), options), *leaves)
     assert found.clean, found
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("page, T", [(None, 1), (16, 3)])
+def test_a_call_is_two_launches_and_gathers_nothing(page, T, devices):
+    call = empty_call(page, B=2, T=T, S=1024)
+    options = dataclasses.replace(call.options, config=mosaic.choose(call.problem, None))
+    mesh = Mesh(np.array(aot.devices(devices)), ("x",))
+
+    def described(path, x):
+        heads = P(None, None, "x") if path[0].name in ("query", "key", "value") else P()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, heads))
+
+    arrays = jax.tree_util.tree_map_with_path(described, call.arrays)
+    text = jax.jit(lambda arrays: mosaic.forward(arrays, options)).lower(arrays).compile().as_text()
+    launches = re.findall(r" (?:fusion|copy|transpose|custom-call)\(", text[text.index("ENTRY") :])
+    assert len(launches) == text.count("mosaic_gpu_v2") == 2
+    assert not GATHERS.search(text)
 
 
 # On a GPU

@@ -4,11 +4,13 @@ The kernel is in `jattn.pallas.hopper.decode`.
 """
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 
 from jattn._varying import unvary, vary, varying_axes
-from jattn.pallas import lowering
+from jattn.pallas import lowering, partition
 from jattn.pallas.attention import PLATFORM, why_not_here
 from jattn.pallas.hopper.decode import launch
 from jattn.pallas.hopper.decode_plan import DecodeConfig, Inputs, Plan
@@ -29,13 +31,29 @@ def forward(arrays, options, *, interpret=False, multiprocessors=_MULTIPROCESSOR
     """
     axes = varying_axes(arrays)
     arrays = unvary(arrays)  # the body of a kernel is not about them
-    (B, T, N, H), (P, page, K, _), D = arrays.query.shape, arrays.key.shape, arrays.value.shape[3]
-    width = arrays.block_tables.shape[1]
-    if 0 in (B, T, N, P, width * page):
-        return vary((jnp.zeros((B, T, N, D), arrays.query.dtype), jnp.full((B, T, N), -jnp.inf, jnp.float32)), axes)
+    part = functools.partial(_part, options=options, interpret=interpret, multiprocessors=multiprocessors)
+    if 0 in arrays.query.shape or 0 in arrays.key.shape[:2] or 0 in arrays.block_tables.shape:
+        results = _nothing(arrays)
+    elif interpret:  # it calls back to the host in order, which what may be divided cannot
+        results = part(arrays)
+    else:
+        results = _divided(part, arrays, own_pages=not options.config.tables)
+    return vary(results, axes)
+
+
+def _nothing(arrays):
+    """The results of a call without keys or without queries."""
+    *shape, _ = arrays.query.shape
+    out = jnp.zeros((*shape, arrays.value.shape[3]), arrays.query.dtype)
+    return out, jnp.full(shape, -jnp.inf, jnp.float32)
+
+
+def _part(arrays, options, interpret, multiprocessors):
+    """`(out, lse)` of one device's part of the batch and the heads, or of all; not empty."""
+    (B, T, N, H), (P, page, K, _), width = arrays.query.shape, arrays.key.shape, arrays.block_tables.shape[1]
     spec = lowering.lower_mask(arrays.mask)
     plan = Plan(
-        B=B, T=T, S=width * page, N=N, K=K, H=H, D=D, pages=P, page=page if width > 1 else None,
+        B=B, T=T, S=width * page, N=N, K=K, H=H, D=arrays.value.shape[3], pages=P, page=page if width > 1 else None,
         dtype=arrays.query.dtype, scale=options.scale, left=spec.left, right=spec.right, soft_cap=options.soft_cap,
         config=options.config,
     )  # fmt: skip
@@ -44,7 +62,30 @@ def forward(arrays, options, *, interpret=False, multiprocessors=_MULTIPROCESSOR
         tables=arrays.block_tables if options.config.tables else None, query_lengths=arrays.query_lengths,
         scale=None if arrays.scale is None else arrays.scale.astype(jnp.float32).reshape(1),
     )  # fmt: skip
-    return vary(launch(plan, inputs, interpret=interpret, multiprocessors=multiprocessors), axes)
+    return launch(plan, inputs, interpret=interpret, multiprocessors=multiprocessors)
+
+
+def _divided(part, arrays, own_pages: bool):
+    """`part(arrays)`, on each device for its part of the batch and the heads (see `partition`).
+
+    Args:
+        own_pages: whether sequence b is page b; else every device that has some of the sequences has all pages.
+    """
+    heads, group = arrays.query.shape[2], arrays.query.shape[2] // arrays.key.shape[2]
+    operands, structure = jax.tree.flatten(arrays)
+    page = "b" if own_pages else None
+    letters = {
+        "query": ("b", None, "n", None), "key": (page, None, "k", None), "value": (page, None, "k", None),
+        "block_tables": ("b", None), "lengths": ("b",), "query_lengths": ("b",), "scale": (),
+    }  # fmt: skip
+    leaves, _ = jax.tree_util.tree_flatten_with_path(arrays)
+
+    def one(head, *operands):
+        arrays = jax.tree.unflatten(structure, operands)
+        return part(partition._with_own_keys(arrays, head[0], group))
+
+    axes = [("n",), *(letters[path[0].name] for path, _ in leaves)]
+    return partition._cut(one, axes, partition._RESULTS)(jnp.arange(heads, dtype=jnp.int32), *operands)
 
 
 def choose(problem, config) -> DecodeConfig:
