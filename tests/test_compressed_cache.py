@@ -336,9 +336,11 @@ def test_caches_refused():
 @pytest.mark.parametrize("batch, length", [(0, 9), (2, 0)])
 def test_nothing_to_do(batch, length):
     """No sequences, and no tokens: shapes come out, and the cache as it was."""
-    call = jax.tree.map(lambda x: x[:batch, :length] if x.ndim > 2 else x, CALL | dict(scale=None, top_k=None))
+    arrays = {name: x for name, x in CALL.items() if name not in ("scale", "top_k")}
+    call = jax.tree.map(lambda x: x[:batch, :length] if x.ndim > 2 else x, arrays)
     cache = CompressedCache.zeros(batch, 40, 12, ratio=4, overlap=True, index_dim=8)
-    (out, lse), after = csa_attention(**call | dict(scale=1.0, top_k=2), cache=cache, return_residual=True)
+    run = jax.jit(functools.partial(csa_attention, scale=1.0, top_k=2, return_residual=True))
+    (out, lse), after = run(**call, cache=cache)
     assert out.shape == (batch, length, 3, 12) and lse.shape == (batch, length, 3)
     equal(after, cache)
 
