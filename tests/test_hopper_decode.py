@@ -55,17 +55,18 @@ def test_pages_in_any_order(capfd):
     hold(emulated(paged.prepare(q, caches.paged(k, v, lengths, 16)), capfd), problem(q, k, v, lengths))
 
 
-def test_contiguous_with_window_cap_and_missing_queries(capfd):
+def test_contiguous_with_window_cap_sinks_and_missing_queries(capfd):
     lengths, counts = np.array([130, 70], np.int32), np.array([2, 1], np.int32)
+    sinks = np.float32([1, -np.inf, 40])
     q, k, v = draw(2, 2, 130, 3, 1, 16, dtype="float16")
     kept = np.arange(130) >= (lengths - counts - 20)[:, None]  # behind the window anything
     keys, values = (caches.poisoned(np.where(kept[..., None, None], x, np.nan), lengths) for x in (k, v))
     call = decode.prepare(
         caches.poisoned(q, counts), keys, values, lengths, query_seq_lengths=counts, local_window_size=(20, None),
-        logits_soft_cap=5.0, scale=jnp.float32(0.4),
+        logits_soft_cap=5.0, scale=jnp.float32(0.4), sinks=sinks,
     )  # fmt: skip
     rule = lambda b, n, row, t, s: s >= t - 20  # noqa: E731
-    p = problem(q, k, v, lengths, rule, query_lengths=counts, scale=0.4, soft_cap=5.0)
+    p = problem(q, k, v, lengths, rule, query_lengths=counts, scale=0.4, soft_cap=5.0, sinks=sinks)
     hold(emulated(call, capfd), p)
 
 
@@ -92,7 +93,7 @@ def test_many_splits_are_merged(capfd):
         out[at], lse[at] = 0, -np.inf
     out[1, 1:], lse[1, 1:] = np.nan, np.nan
     out[2, 1:], lse[2, 1:] = np.nan, np.nan
-    merge = jax.jit(lambda lengths, out, lse: combine(plan, lengths, None, out, lse, interpret=True))
+    merge = jax.jit(lambda lengths, out, lse: combine(plan, lengths, None, None, out, lse, interpret=True))
     got, got_lse = merge(lengths, out.reshape(-1, 1, rows, D), lse.reshape(-1, rows))
     assert "RACE" not in capfd.readouterr().out
     for b, count in enumerate((splits, 1, 1)):
@@ -275,7 +276,6 @@ REFUSED = {
     "packed": lambda: paged.prepare(Q[:, 0], cache_of(16), np.arange(3, dtype=np.int32)),
     "kind Tree": lambda: decode.prepare(Q, KEY, VALUE, mask=masks.tree(np.array([-1]))),
     "modifiers": lambda: decode.prepare(Q, KEY, VALUE, score_mod=mods.alibi(4)),
-    "sinks": lambda: decode.prepare(Q, KEY, VALUE, sinks=np.ones(4, np.float32)),
 }
 
 
@@ -375,6 +375,7 @@ COMPILED = {
         page=64, T=5, local_window_size=(100, 3), logits_soft_cap=20.0, scale=jnp.float32(0.3), dtype="float16",
         query_seq_lengths=jnp.int32([5, 1, 0]),
     ),
+    "sinks": dict(page=128, S=400, T=3, sinks=jnp.zeros(8)),
     "64 tokens": dict(page=32, T=64, N=2, is_causal=False),
     "benchmarked": dict(B=64, S=8192, N=32, K=8),
     "long": dict(page=16, B=1, S=131072, N=32, K=8),
@@ -446,6 +447,7 @@ def test_every_edge_of_pages_blocks_and_splits(page_size, N, K, T, H, D):
     equal(attend_pages(q, jattn.PagedCache(*pools, cache.block_tables, cache.lengths)), want)
 
 
+SINKS = np.float32([1, -2, 0, 5, 40, -np.inf, -40, 2])
 FEATURES = {
     "window": (dict(local_window_size=(40, 0)), lambda b, n, row, t, s: s >= t - 40, {}),
     "window ahead": (dict(local_window_size=(600, -2)), lambda b, n, row, t, s: (s <= t - 2) & (s >= t - 600), {}),
@@ -454,6 +456,7 @@ FEATURES = {
         dict(logits_soft_cap=5.0, scale=np.float32(0.4)), None, dict(soft_cap=5.0, scale=0.4),
     ),
     "negative scale": (dict(scale=-0.1), None, dict(scale=-0.1)),
+    "sinks": (dict(sinks=SINKS), None, dict(sinks=SINKS)),
 }  # fmt: skip
 
 

@@ -55,12 +55,13 @@ def _part(arrays, options, interpret, multiprocessors):
     plan = Plan(
         B=B, T=T, S=width * page, N=N, K=K, H=H, D=arrays.value.shape[3], pages=P, page=page if width > 1 else None,
         dtype=arrays.query.dtype, scale=options.scale, left=spec.left, right=spec.right, soft_cap=options.soft_cap,
-        config=options.config,
+        config=options.config, sinks=arrays.sinks is not None,
     )  # fmt: skip
     inputs = Inputs(
         q=arrays.query, k=arrays.key, v=arrays.value, lengths=arrays.lengths,
         tables=arrays.block_tables if options.config.tables else None, query_lengths=arrays.query_lengths,
         scale=None if arrays.scale is None else arrays.scale.astype(jnp.float32).reshape(1),
+        sinks=None if arrays.sinks is None else arrays.sinks.astype(jnp.float32)[None],
     )  # fmt: skip
     return launch(plan, inputs, interpret=interpret, multiprocessors=multiprocessors)
 
@@ -76,7 +77,7 @@ def _divided(part, arrays, own_pages: bool):
     page = "b" if own_pages else None
     letters = {
         "query": ("b", None, "n", None), "key": (page, None, "k", None), "value": (page, None, "k", None),
-        "block_tables": ("b", None), "lengths": ("b",), "query_lengths": ("b",), "scale": (),
+        "block_tables": ("b", None), "lengths": ("b",), "query_lengths": ("b",), "scale": (), "sinks": ("n",),
     }  # fmt: skip
     leaves, _ = jax.tree_util.tree_flatten_with_path(arrays)
 
@@ -120,6 +121,4 @@ def why_not(problem) -> str | None:
     unknown = [kind for kind in problem.mask_kinds if kind not in _MASKS]
     if unknown:
         return f"the kernel does not know masks of kind {unknown[0]}"
-    if problem.score_mod is not None:
-        return "score modifiers are not implemented"
-    return "sinks are not implemented" if problem.sinks else None
+    return None if problem.score_mod is None else "score modifiers are not implemented"

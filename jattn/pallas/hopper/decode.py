@@ -42,7 +42,7 @@ _REGISTERS = 208, 40  # a thread of a consumer and of a producer: 128 · 2 · th
 def _kernel(
     plan: Plan,
     inputs: Inputs,
-    # outputs (HBM); float32 parts a split if there are several, X = B · splits
+    # outputs (HBM), X = B · splits; out is float32 if they are going to be merged
     out,  # [X, T, K, group, D]
     lse,  # float32 [X, T, K, group]
     *,
@@ -223,7 +223,7 @@ def _write(x, item, m, total, accumulator):
     inverse = jnp.where(seen, 1 / total, 0.0)
     lse = jnp.where(seen, m * (1 / LOG2E) + jnp.log(total), -jnp.inf)
     out = accumulator * lax.broadcast_in_dim(inverse, accumulator.shape, [0])
-    place = item.batch if p.splits == 1 else item.batch * p.splits + item.split
+    place = item.batch * p.splits + item.split
     memory.st_global_packed(x.out, (place, item.head), out.astype(x.out.dtype))
     memory.st_global_packed_rows(x.lse, (place, item.head), lse)
 
@@ -232,8 +232,8 @@ def _write(x, item, m, total, accumulator):
 
 
 def launch(plan: Plan, inputs: Inputs, *, multiprocessors: int, interpret=False):
-    """Runs the kernel, and where a cache has room for several splits the one that merges them: `(out [B, T, N, D] in
-    the plan's dtype, lse float32 [B, T, N])`."""
+    """Runs the kernel and, where there may be something to merge, the one that does: `(out [B, T, N, D] in the plan's
+    dtype, lse float32 [B, T, N])`."""
     stages, parts = STREAMS * plan.stages, plan.B * plan.splits
     copies = BLOCK // plan.page_rows
 
@@ -259,7 +259,7 @@ def launch(plan: Plan, inputs: Inputs, *, multiprocessors: int, interpret=False)
         body,
         name="jattn_decode",
         out_type=(
-            jax.ShapeDtypeStruct((*shape, plan.D), plan.dtype if plan.splits == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((*shape, plan.D), jnp.float32 if plan.merged else plan.dtype),
             jax.ShapeDtypeStruct(shape, jnp.float32),
         ),
         scratch=scratch,
@@ -269,7 +269,9 @@ def launch(plan: Plan, inputs: Inputs, *, multiprocessors: int, interpret=False)
         approximate=True,
     )(*operands)
     rows = plan.T * plan.N
-    if plan.splits > 1:
+    if plan.merged:
         out, lse = out.reshape(parts, 1, rows, plan.D), lse.reshape(parts, rows)
-        out, lse = combine(plan, inputs.lengths, inputs.query_lengths, out, lse, interpret=interpret)
+        out, lse = combine(
+            plan, inputs.lengths, inputs.query_lengths, inputs.sinks, out, lse, interpret=interpret
+        )  # fmt: skip
     return out.reshape(plan.B, plan.T, plan.N, plan.D), lse.reshape(plan.B, plan.T, plan.N)

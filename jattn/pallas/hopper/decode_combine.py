@@ -19,17 +19,18 @@ from jattn.pallas.hopper.lists import i32
 _COLUMNS, _AT_ONCE, _WARPGROUPS = 8, 16, 4
 
 
-def combine(plan: Plan, lengths, query_lengths, out, lse, *, interpret=False):
+def combine(plan: Plan, lengths, query_lengths, sinks, out, lse, *, interpret=False):
     """`(out [B, rows, 1, 1, D], lse [B, rows, 1, 1])` with rows = T · N, in the plan's dtype and float32.
 
     Args:
+        sinks: float32 `[1, N]` or None; they join the denominator last.
         out: float32 `[B · splits, 1, rows, D]`, the result over each split; those that `sequence_of` names are read.
         lse: float32 `[B · splits, rows]`.
     """
     rows = plan.T * plan.N
     tiles, strips = -(-rows // ptx.TILE_ROWS), -(-plan.D // _COLUMNS)
     warpgroups = min(_WARPGROUPS, -(-plan.splits // _AT_ONCE))
-    operands, structure = jax.tree.flatten((lengths, query_lengths, out, lse))
+    operands, structure = jax.tree.flatten((lengths, query_lengths, sinks, out, lse))
 
     def body(*refs, **others):
         read = jax.tree.unflatten(structure, refs[: len(operands)])
@@ -60,7 +61,7 @@ def _scratch(warpgroups) -> dict:
     )
 
 
-def _kernel(plan, warpgroups, tiles, strips, lengths, query_lengths, part_out, part_lse, out, lse, **others):
+def _kernel(plan, warpgroups, tiles, strips, lengths, query_lengths, sinks, part_out, part_lse, out, lse, **others):
     number, mine = lax.axis_index("block"), lax.axis_index("warpgroup")
     strip, number = lax.rem(number, i32(strips)), lax.div(number, i32(strips))
     row, batch = lax.rem(number, i32(tiles)) * ptx.TILE_ROWS, lax.div(number, i32(tiles))
@@ -93,6 +94,10 @@ def _kernel(plan, warpgroups, tiles, strips, lengths, query_lengths, part_out, p
             # Not those without a split: merging with nothing could still turn -0 into 0.
             last = jnp.minimum(turns, warpgroups) - 1
             final = lax.fori_loop(0, last, lambda i, state: _merged(state, [_taken_over(i, **others)]), state)
+        if sinks is not None:
+            exists = lax.div(row + ptx.row_numbers(), i32(plan.N)) < sequence.queries
+            sink = jnp.where(exists, memory.ld_global_row_values(sinks, 0, row), -jnp.inf)
+            final = _merged(final, [(sink, None, ptx.zeros(_COLUMNS))])
         _write(final, batch, row, column, out, lse)
 
 

@@ -59,6 +59,7 @@ class Plan:
     right: int | None
     soft_cap: float | None
     config: DecodeConfig
+    sinks: bool = False
 
     @property
     def group(self) -> int:
@@ -68,6 +69,11 @@ class Plan:
     def splits(self) -> int:
         """Splits of a sequence that fills the cache."""
         return max(1, -(-self.S // self.config.split))
+
+    @property
+    def merged(self) -> bool:
+        """Whether a second kernel makes the result out of those of the splits; it is the one that knows of sinks."""
+        return self.splits > 1 or self.sinks
 
     @property
     def stages(self) -> int:
@@ -105,6 +111,7 @@ class Inputs:
     tables: Any = None  # int32 [B, W]; None: sequence b is page b
     query_lengths: Any = None  # int32 [B]
     scale: Any = None  # float32 [1]
+    sinks: Any = None  # float32 [1, N]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -451,15 +451,15 @@ def st_global_rows(ref, start, value: jax.Array, rows) -> None:
 
 
 def ld_global_row_values(ref, batch, row) -> jax.Array:
-    """Entries `[row, row + 64)` of the float32 array `[B, n]`, one a row of a tile; those past the last repeat it."""
+    """Entries `[row, row + 64)` of the float32 array `[B, n]`, one a row of a tile; after the last comes the first."""
     if interpreting():
-        return ref[batch][jnp.minimum(row + jnp.arange(ptx.TILE_ROWS, dtype=jnp.int32), ref.shape[1] - 1)]
+        return ref[batch][(row + jnp.arange(ptx.TILE_ROWS, dtype=jnp.int32)) % ref.shape[1]]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, ptx.ROW), return_type=ptx.row_type())
     def load(_, ref, batch, row, numbers):
         kind = ir.MemRefType(ref.type)
         start, base = _flat(kind, (batch.registers[()],)), utils.memref_ptr(ref)
-        places = [_clipped(arith.addi(row.registers[()], i), kind.shape[1]) for i in ptx.scalars(numbers)]
+        places = [arith.remui(arith.addi(row.registers[()], i), integer(kind.shape[1])) for i in ptx.scalars(numbers)]
         values = [_load(base, kind.element_type, arith.addi(start, _wide(i))) for i in places]
         return ptx.rows_from_scalars(values, numbers)
 
