@@ -85,16 +85,17 @@ def _exchange(call, tokens, ulysses, backward):
     return [Message("all-to-all", tokens * call.H * size * (ulysses - 1) // ulysses) for size in sizes]
 
 
-def seconds(strategy, call, devices, *, link, rate, latency=5e-6, **options):
+def seconds(strategy, call, devices, *, link, rate, latency=5e-6, passes=(False, True), **options):
     """`(computing, exposed)` seconds of a forward and a backward on each device, work in balance.
 
     Args:
+        passes: whether each pass is a backward.
         link: bytes a second that a device sends; rate: FLOP/s that it computes; latency: seconds a message costs.
 
     A message of a ring hides behind the rectangle that is computed meanwhile; the others are exposed.
     """
     computing, exposed = 0.0, 0.0
-    for backward in (False, True):
+    for backward in passes:
         passing = call.flops() * (2.5 if backward else 1) / devices / rate
         found = messages(strategy, call, devices, backward, **options)
         hidden = [m for m in found if m.hidden]

@@ -1,12 +1,15 @@
 """`./run bench sequence`: sequence parallelism on as many devices as there are, beside `attention` on one of them.
 
 On a CPU run it as `JAX_NUM_CPU_DEVICES=8 ./run bench sequence`: the devices share the cores, so the times say what
-merging and moving cost on top of the work, and nothing about links. Gated by what one device computes.
+merging and moving cost on top of the work, and nothing about links. On GPUs the ideal is one device's time divided by
+the number of devices, and the model of `benchmarks.communication` stands beside what was measured. Gated by what one
+device computes.
 """
 
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -17,69 +20,122 @@ SHAPES = (
     shapes.Shape(1, 4096, 4096, 8, 4, 64, 64, causal=True),
     shapes.Shape(1, 4096, 4096, 8, 4, 64, 64, causal=True, window=(255, 0)),
 )
+# On GPUs: tokens of a device, query and key heads, mask.
+OWN = (
+    (16384, 32, 8, dict(causal=True)), (32768, 32, 8, dict(causal=True)), (32768, 8, 8, dict(causal=True)),
+    (32768, 32, 8, dict()), (32768, 32, 8, dict(causal=True, window=(4095, 0))), (131072, 8, 8, dict(causal=True)),
+    (524288, 8, 8, dict(causal=True, window=(4095, 0))),
+)  # fmt: skip
 CALLS = (
     ("ring", "contiguous"), ("ring", "zigzag"), ("ring", "striped"), ("allgather", "zigzag"), ("ulysses", "contiguous"),
 )  # fmt: skip
-AGREEMENT = {"float32": 1e-5, "bfloat16": 3e-2}  # largest max|x - y| / max|y| from one device
+AGREEMENT = {"float32": 1e-5, "bfloat16": 3e-2}  # largest max|x - y| / max|y| from one device, over compared rows
+ROWS = 128  # compared at the beginning, in the middle and at the end
+LINK = 370e9  # bytes a second that an H200 sends to another over NVLink
 ALONE = ("one device", "")
 
 
-def forward_backward(attention, options):
-    """The compiled function of (query, key, value, dout) to (out, dquery, dkey, dvalue)."""
+def sequence(arguments):
+    """Forward, and forward and backward, wall time, with the bytes that a device sends as counted in the compiled
+    program."""
+    dtype, devices = "float32" if jax.default_backend() == "cpu" else "bfloat16", jax.device_count()
+    for shape in shapes.selected(table(devices), arguments):
+        inputs = shape.inputs(dtype)
+        for backward in (False, True):
+            yield from measured(shape, inputs, dtype, devices, backward, arguments.repeats)
+
+
+def table(devices):
+    if jax.default_backend() == "cpu":
+        return SHAPES
+    return [shapes.Shape(1, n * devices, n * devices, N, K, 128, 128, **mask) for n, N, K, mask in OWN]
+
+
+def measured(shape, inputs, dtype, devices, backward, repeats):
+    """The rows of one shape and pass."""
+    alone = step(jattn.attention, shape.options, backward)
+    calls = {ALONE: functools.partial(alone, *inputs)}
+    want = compared(calls[ALONE]())
+    sent, temporary = {}, {ALONE: alone.lower(*inputs).compile().memory_analysis().temp_size_in_bytes}
+    for name in CALLS:
+        strategy, kind = name
+        if strategy == "ulysses" and shape.N % devices or kind == "striped" and dtype != "float32":
+            continue  # no kernel takes every second token
+        function, laid_out, layout = parallel(strategy, kind, devices, shape, inputs, backward)
+        program = function.lower(*laid_out).compile()
+        sent[name] = sum(size * n for (_, size), n in communication.executed(program.as_text()).items())
+        temporary[name] = program.memory_analysis().temp_size_in_bytes
+        calls[name] = functools.partial(program, *laid_out)
+        gate(name, compared(calls[name](), layout), want, dtype)
+    taken = timing.interleaved(calls, repeats)
+    for name, took in taken.items():
+        ideal = taken[ALONE] / devices
+        yield {
+            "shape": str(shape),
+            "dtype": dtype,
+            "pass": "fwd+bwd" if backward else "fwd",
+            "devices": devices if name in sent else 1,
+            "implementation": name[0],
+            "layout": name[1].ljust(10),
+            "ms": round(took * 1e3, 3),
+            "sent_bytes": sent.get(name, 0),
+            "temporary_bytes": temporary[name],
+            "times_one_device": round(taken[ALONE] / took, 2),
+            "percent_of_ideal": round(100 * ideal / took, 1) if name in sent and dtype != "float32" else "",
+            "predicted_ms": predicted(name[0], shape, devices, backward, taken[ALONE]) if name in sent else "",
+        }
+
+
+def step(attention, options, backward):
+    """The compiled function of (query, key, value, dout) to (out,) or (out, dquery, dkey, dvalue)."""
 
     @jax.jit
     def step(query, key, value, dout):
+        if not backward:
+            return (attention(query, key, value, **options),)
         out, pullback = jax.vjp(functools.partial(attention, **options), query, key, value)
         return out, *pullback(dout)
 
     return step
 
 
-def sequence(arguments):
-    """Forward and backward, wall time, with the bytes that a device sends as counted in the compiled program."""
-    dtype, devices = "float32" if jax.default_backend() == "cpu" else "bfloat16", jax.device_count()
-    for shape in shapes.selected(SHAPES, arguments):
-        inputs = shape.inputs(dtype)
-        alone = forward_backward(jattn.attention, shape.options)
-        calls = {ALONE: functools.partial(alone, *inputs)}
-        sent = {}
-        for strategy, kind in CALLS:
-            if strategy == "ulysses" and shape.N % devices:
-                continue
-            name = strategy, kind
-            step, laid_out = parallel(strategy, kind, devices, shape, inputs)
-            program = step.lower(*laid_out).compile()
-            sent[name] = sum(size * n for (_, size), n in communication.executed(program.as_text()).items())
-            calls[name] = functools.partial(program, *laid_out)
-            gate(name, devices, calls, dtype)
-        taken = timing.interleaved(calls, arguments.repeats)
-        for name in calls:
-            yield {
-                "shape": str(shape),
-                "dtype": dtype,
-                "devices": devices if name in sent else 1,
-                "implementation": name[0],
-                "layout": name[1].ljust(10),
-                "ms": round(taken[name] * 1e3, 2),
-                "sent_bytes": sent.get(name, 0),
-                "times_one_device": round(taken[ALONE] / taken[name], 2),
-            }
-
-
-def parallel(strategy, kind, devices, shape, inputs):
-    """The step and its inputs, laid out over all devices."""
+def parallel(strategy, kind, devices, shape, inputs, backward):
+    """The step, its inputs laid out over all devices, and their layout."""
     mesh = Mesh(np.array(jax.devices()), ("sp",), axis_types=(AxisType.Auto,))
     layout = jattn.SequenceLayout(kind, devices)
     sharding = NamedSharding(mesh, PartitionSpec(None, "sp"))
     attention = functools.partial(getattr(jattn, f"{strategy}_attention"), axis="sp", layout=layout)
-    return forward_backward(attention, shape.options), [jax.device_put(layout.shard(x), sharding) for x in inputs]
+    laid_out = [jax.device_put(layout.shard(x), sharding) for x in inputs]
+    return step(attention, shape.options, backward), laid_out, layout
 
 
-def gate(name, devices, calls, dtype):
+def compared(results, layout=None):
+    """Some rows of each result in the order of the tokens, and the largest number in it."""
+    found = []
+    for x in results:
+        at = np.unique(np.concatenate([np.arange(ROWS) + start for start in (0, x.shape[1] // 2, x.shape[1] - ROWS)]))
+        size = float(jnp.abs(x).max())
+        order = np.arange(x.shape[1]) if layout is None else np.asarray(layout.shard(np.arange(x.shape[1]), axis=0))
+        place = np.empty_like(order)
+        place[order] = np.arange(x.shape[1])
+        found.append((np.asarray(x[:, place[at]], np.float32), size))
+    return found
+
+
+def gate(name, found, want, dtype):
     """Raises when a strategy is not what one device computes."""
-    layout = jattn.SequenceLayout(name[1], devices)
-    for got, want in zip(calls[name](), calls[ALONE](), strict=True):
-        got, want = (np.asarray(x).astype(np.float32) for x in (layout.unshard(np.asarray(got)), want))
-        off = np.abs(got - want).max() / np.abs(want).max()
+    for (got, _), (expected, size) in zip(found, want, strict=True):
+        off = np.abs(got - expected).max() / size
         if not off <= AGREEMENT[dtype]:
             raise SystemExit(f"{' '.join(name)} differs from one device by {off:.1e}; nothing was timed")
+
+
+def predicted(strategy, shape, devices, backward, alone):
+    """Milliseconds by the communication model, at the rate that one device reaches alone. For GPUs, and for masks whose
+    work the model knows."""
+    if jax.default_backend() == "cpu" or shape.window:
+        return ""
+    call = communication.Call(shape.S, shape.N, shape.K, shape.H, causal=shape.causal)
+    rate = call.flops() * (3.5 if backward else 1) / alone
+    passes = (False, True) if backward else (False,)
+    return round(1e3 * sum(communication.seconds(strategy, call, devices, link=LINK, rate=rate, passes=passes)), 3)
