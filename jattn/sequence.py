@@ -26,7 +26,7 @@ from jattn._ring import Plan, attend, map_mask
 from jattn._tile import Shape
 from jattn._ulysses import Exchange, all_to_all
 from jattn._varying import vary, varying_axes
-from jattn.attention import _operations
+from jattn.attention import _operations, _slope_operations
 
 __all__ = [
     "SequenceLayout", "StrategyChoice", "allgather_attention", "choose_strategy", "hybrid_attention", "ring_attention",
@@ -374,7 +374,8 @@ def _on_device(static, x):
 def _plan(static, layout, arrays, context, mod, offset) -> Plan:
     """The options of every rectangle, resolved, and the way of the keys."""
     (B, T, N, H), (S, K) = arrays.query.shape, arrays.key.shape[1:3]
-    operations = _operations(context.mask, mod, accumulator(arrays.query.dtype))
+    dtype = accumulator(arrays.query.dtype)
+    operations, slope_operations = _operations(context.mask, mod, dtype), _slope_operations(mod, dtype)
     if mod is not None:
         kinds = tuple("element" if kind == "element" else "diagonal" for kind in mod.kinds)
         mod = mods.ScoreMod((), mod.function, kinds, mod.name)
@@ -390,7 +391,7 @@ def _plan(static, layout, arrays, context, mod, offset) -> Plan:
         dtype=str(arrays.query.dtype), mask=None if context.mask is None else repr(context.mask),
         bias=None if arrays.bias is None else arrays.bias.shape, score_mod=None if mod is None else repr(mod),
         soft_cap=options.soft_cap, dropout=options.dropout_threshold > 0, deterministic=options.deterministic,
-        stride=layout.stride, partial=True, operations=operations,
+        stride=layout.stride, partial=True, operations=operations, slope_operations=slope_operations,
         mask_kinds=() if context.mask is None else tuple(sorted({type(m).__name__ for m in parts(context.mask)})),
     )
     options = _dispatch.resolve(problem, options, static.implementation, static.config)
