@@ -7,7 +7,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jattn import _flax
-from jattn.mla import MLAWeights, mla_decode, mla_output, mla_prefill, mla_preprocess, mla_values
+from jattn.mla import MLAWeights, mla_absorbed, mla_decode, mla_output, mla_prefill, mla_preprocess, mla_values
 from jattn.nnx._layer import (
     CachedLayer,
     checked_lengths,
@@ -17,6 +17,7 @@ from jattn.nnx._layer import (
     heads,
     no_metadata,
 )
+from jattn.partials import merge
 from jattn.rope import rope as rotate
 from jattn.sparse import page_rows
 
@@ -48,7 +49,7 @@ class MultiHeadLatentAttention(CachedLayer):
         is_causal: query t sees keys up to t; must be true for `decode`.
         dropout_rate: of attention weights, as in `jattn.attention`; off in `decode`.
         deterministic: True turns dropout off; default of the call's argument.
-        implementation: of `jattn.attention`.
+        implementation: of `jattn.attention`, in the expanded form.
         dtype: of the computation, inferred from inputs and parameters if None.
         param_dtype, kernel_init, out_kernel_init, kernel_metadata, out_kernel_metadata, keep_rngs: as in
             `flax.nnx.MultiHeadAttention`.
@@ -269,14 +270,29 @@ class MultiHeadLatentAttention(CachedLayer):
         rows = _written(rows, inputs.rows, jnp.where(exists, at, -1), tables)
         after = jnp.minimum(before + (T if new is None else new), room)
         self.cached_rows[...], self.cache_index[...] = rows, after
-        common = dict(scale=self.scale, query_seq_lengths=new, mask=_flax.as_mask(mask))
         if not self.paged and T > _LARGEST_DECODE:
-            return mla_prefill(
-                inputs, weights, rows, query_offset=before, key_value_seq_lengths=after,
-                implementation=self.implementation, **common,
-            )  # fmt: skip
-        latents = mla_decode(inputs.query, rows, after, latent_dim=self.latent_features, block_tables=tables, **common)
+            return self._prompt(inputs, weights, rows, before, after, new, mask)
+        latents = mla_decode(
+            inputs.query, rows, after, scale=self.scale, latent_dim=self.latent_features, block_tables=tables,
+            mask=_flax.as_mask(mask), query_seq_lengths=new,
+        )  # fmt: skip
         return mla_values(latents, weights)
+
+    def _prompt(self, inputs, weights, rows, before, after, new, mask):
+        """Values of more tokens than `mla_decode` takes over contiguous rows."""
+        absorbed = functools.partial(
+            mla_absorbed, inputs.query, rows, scale=self.scale, latent_dim=self.latent_features, query_offset=before,
+            query_seq_lengths=new,
+        )  # fmt: skip
+        if mask is not None:  # of positions, which the tokens by themselves would count from 0
+            return mla_values(absorbed(key_value_seq_lengths=after, mask=_flax.as_mask(mask)), weights)
+        # Expanding costs least for the tokens themselves; expanding all rows would take the memory of a cache of heads.
+        history, lse = absorbed(key_value_seq_lengths=before, return_residual=True)
+        own = mla_prefill(
+            inputs, weights, scale=self.scale, query_seq_lengths=new, key_value_seq_lengths=new, return_residual=True,
+            implementation=self.implementation,
+        )  # fmt: skip
+        return merge((mla_values(history, weights), lse), own)[0]
 
 
 def _written(cache, rows, at, tables):
