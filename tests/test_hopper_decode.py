@@ -56,9 +56,10 @@ def test_pages_in_any_order(capfd):
 
 
 def test_contiguous_with_window_cap_sinks_and_missing_queries(capfd):
-    lengths, counts = np.array([130, 70], np.int32), np.array([2, 1], np.int32)
+    """Two tiles of 21 tokens of 3 heads, the second with one token or none."""
+    lengths, counts = np.array([130, 70], np.int32), np.array([22, 1], np.int32)
     sinks = np.float32([1, -np.inf, 40])
-    q, k, v = draw(2, 2, 130, 3, 1, 16, dtype="float16")
+    q, k, v = draw(2, 22, 130, 3, 1, 16, dtype="float16")
     kept = np.arange(130) >= (lengths - counts - 20)[:, None]  # behind the window anything
     keys, values = (caches.poisoned(np.where(kept[..., None, None], x, np.nan), lengths) for x in (k, v))
     call = decode.prepare(
@@ -271,7 +272,8 @@ REFUSED = {
     "int8": lambda: decode.prepare(Q, jattn.quantize(KEY), VALUE),
     "H=136": lambda: decode.prepare(*draw(2, 1, 40, H=136, dtype="bfloat16")),
     "D=20": lambda: decode.prepare(*draw(2, 1, 40, D=20, dtype="bfloat16")),
-    "T=33 times N/K=2": lambda: decode.prepare(*draw(2, 33, 40, dtype="bfloat16")),
+    "T=65": lambda: paged.prepare(draw(2, 65, 40, dtype="bfloat16")[0], cache_of(16)),
+    "N/K=65": lambda: decode.prepare(*draw(2, 1, 40, 65, 1, dtype="bfloat16")),
     "multiples of 16, not 1": lambda: paged.prepare(Q, cache_of(1)),
     "packed": lambda: paged.prepare(Q[:, 0], cache_of(16), np.arange(3, dtype=np.int32)),
     "kind Tree": lambda: decode.prepare(Q, KEY, VALUE, mask=masks.tree(np.array([-1]))),
@@ -376,7 +378,7 @@ COMPILED = {
         query_seq_lengths=jnp.int32([5, 1, 0]),
     ),
     "sinks": dict(page=128, S=400, T=3, sinks=jnp.zeros(8)),
-    "64 tokens": dict(page=32, T=64, N=2, is_causal=False),
+    "several tiles": dict(page=32, T=64, N=6, is_causal=False),
     "benchmarked": dict(B=64, S=8192, N=32, K=8),
     "long": dict(page=16, B=1, S=131072, N=32, K=8),
 }  # fmt: skip
@@ -433,7 +435,7 @@ def equal(got, want):
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize(
-    "N, K, T, H, D", [(4, 4, 1, 128, 128), (8, 2, 3, 64, 128), (8, 1, 8, 40, 24), (6, 2, 1, 128, 64)]
+    "N, K, T, H, D", [(4, 4, 1, 128, 128), (8, 2, 3, 64, 128), (8, 1, 8, 40, 24), (6, 2, 22, 128, 64)]
 )
 def test_every_edge_of_pages_blocks_and_splits(page_size, N, K, T, H, D):
     """Against the oracle, with NaN and Inf in what nobody owns; and the contiguous cache bit for bit."""

@@ -13,12 +13,12 @@ from jattn._varying import unvary, vary, varying_axes
 from jattn.pallas import lowering, partition
 from jattn.pallas.attention import PLATFORM, why_not_here
 from jattn.pallas.hopper.decode import launch
-from jattn.pallas.hopper.decode_plan import DecodeConfig, Inputs, Plan
+from jattn.pallas.hopper.decode_plan import ROWS, DecodeConfig, Inputs, Plan
 
 __all__ = ["PLATFORM", "DecodeConfig", "choose", "forward", "why_not", "why_not_here"]
 
 _MULTIPROCESSORS = 132  # of an H100 or H200 SXM; on a card with fewer, the rest of the blocks run afterwards
-_ROWS = 64  # of a tile: the queries of one key head
+_TOKENS = 64  # every tile of queries reads all keys, and every token has a float32 part a split
 _MASKS = ("And", "Causal", "Window")
 
 
@@ -114,8 +114,12 @@ def why_not(problem) -> str | None:
         return f"needs static shapes, not {symbolic[0]}"
     if problem.sequences is not None:
         return "packed queries are not implemented"
-    if problem.T * problem.N > _ROWS * problem.K:
-        return f"at most {_ROWS} queries of a key head, not T={problem.T} times N/K={problem.N // problem.K}"
+    if problem.T > _TOKENS:
+        return f"at most {_TOKENS} tokens of a sequence, not T={problem.T}"
+    if problem.N > ROWS * problem.K:
+        return f"at most {ROWS} query heads for a key head, not N/K={problem.N // problem.K}"
+    if problem.partial:
+        return "pieces of a longer sequence are not implemented"
     if problem.S > problem.page and problem.page % 16:
         return f"pages must be multiples of 16, not {problem.page}"
     unknown = [kind for kind in problem.mask_kinds if kind not in _MASKS]

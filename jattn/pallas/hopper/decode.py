@@ -1,7 +1,7 @@
 """Attention of few queries over a long cache on compute capability 9.0 (H100, H200), paged or contiguous.
 
 Algorithm, for one item (a split of one sequence's keys under one key head), with the queries of the head's group packed
-into the 64 rows of a tile, row t · group + g:
+into the 64 rows of a tile, row t · group + g (more tokens are more tiles):
 
     s = q · k[block]ᵀ                           (tensor core)
     m, total, p, alpha = online softmax of s
@@ -105,16 +105,16 @@ def _load_queries(x, item, number):
     group, ready = x.plan.group, x.q_ready.at[x.stream]
     pl.when(number > 0)(lambda: plgpu.barrier_wait(x.q_free.at[x.stream]))
 
-    def one_token(t, _):
-        rows = x.q.at[item.batch, t, pl.ds(item.head * group, group)]
+    def one_token(t, _):  # TMA reads zeros past the last
+        rows = x.q.at[item.batch, item.token + t, pl.ds(item.head * group, group)]
         for i in range(ptx.slabs(x.plan.H)):
             smem = x.q_smem.at[x.stream, i, pl.ds(t * group, group)]
             plgpu.copy_gmem_to_smem(_slab(x, rows, i), smem, ready)
 
-    if x.plan.T == 1:
+    if x.plan.tokens == 1:
         one_token(0, None)
     else:
-        lax.fori_loop(0, x.plan.T, one_token, None)
+        lax.fori_loop(0, x.plan.tokens, one_token, None)
 
 
 def _load_block(x, item, i, position):
@@ -198,7 +198,7 @@ def _row_bounds(x, item):
     """Keys `[low, high)` that the rows can see, int32 `[64]` each; low is None for no bound. Rows past the queries see
     nothing."""
     p, sequence = x.plan, item.sequence
-    token = lax.div(ptx.row_numbers(), i32(p.group))
+    token = lax.div(ptx.row_numbers(), i32(p.group)) + item.token
     high = jnp.where(token < sequence.queries, sequence.keys, 0)
     position = token + sequence.offset
     if p.right is not None:
@@ -224,8 +224,9 @@ def _write(x, item, m, total, accumulator):
     lse = jnp.where(seen, m * (1 / LOG2E) + jnp.log(total), -jnp.inf)
     out = accumulator * lax.broadcast_in_dim(inverse, accumulator.shape, [0])
     place = item.batch * p.splits + item.split
-    memory.st_global_packed(x.out, (place, item.head), out.astype(x.out.dtype))
-    memory.st_global_packed_rows(x.lse, (place, item.head), lse)
+    row, rows = item.token * p.group, p.tokens * p.group
+    memory.st_global_packed(x.out, (place, item.head), out.astype(x.out.dtype), row, rows=rows)
+    memory.st_global_packed_rows(x.lse, (place, item.head), lse, row, rows=rows)
 
 
 # --- host -------------------------------------------------------------------------------------------------------------
@@ -242,7 +243,7 @@ def launch(plan: Plan, inputs: Inputs, *, multiprocessors: int, interpret=False)
 
     scratch = dict(
         q_smem=smem(STREAMS, plan.H), k_smem=smem(stages, plan.H), v_smem=smem(stages, plan.D),
-        q_ready=plgpu.Barrier(num_arrivals=plan.T * ptx.slabs(plan.H), num_barriers=STREAMS),
+        q_ready=plgpu.Barrier(num_arrivals=plan.tokens * ptx.slabs(plan.H), num_barriers=STREAMS),
         q_free=plgpu.Barrier(num_barriers=STREAMS),
         k_ready=plgpu.Barrier(num_arrivals=copies * ptx.slabs(plan.H), num_barriers=stages),
         v_ready=plgpu.Barrier(num_arrivals=copies * ptx.slabs(plan.D), num_barriers=stages),
@@ -263,7 +264,7 @@ def launch(plan: Plan, inputs: Inputs, *, multiprocessors: int, interpret=False)
             jax.ShapeDtypeStruct(shape, jnp.float32),
         ),
         scratch=scratch,
-        grid={"block": min(multiprocessors, parts * plan.K)},
+        grid={"block": min(multiprocessors, parts * plan.K * plan.tiles)},
         warpgroups=2 * STREAMS,
         interpret=interpret,
         approximate=True,

@@ -1,7 +1,7 @@
 """What the decode kernels are compiled for, what they read, and how a cache is cut into items of work.
 
-An item is one split of the keys of one sequence under one key head. Splits start at multiples of a fixed number of
-keys, so that what is added to what depends on nothing but the sequence.
+An item is one split of the keys of one sequence under one key head, for one tile of its queries. Splits start at
+multiples of a fixed number of keys, so that what is added to what depends on nothing but the sequence.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from jattn.pallas.hopper.lists import i32
 
 LOG2E = math.log2(math.e)
 STREAMS = 2  # of items in a thread block, each with a producer and a consumer warpgroup
+ROWS = 64  # of a query tile
 BLOCK = 64  # keys a step
 _MOST_STAGES = 6
 _RESERVED_BYTES = 1024  # barriers and alignment
@@ -66,6 +67,15 @@ class Plan:
         return self.N // self.K
 
     @property
+    def tokens(self) -> int:
+        """Query tokens of a tile, whose rows they fill with the heads of a group."""
+        return min(self.T, ROWS // self.group)
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.T // self.tokens)
+
+    @property
     def splits(self) -> int:
         """Splits of a sequence that fills the cache."""
         return max(1, -(-self.S // self.config.split))
@@ -79,7 +89,7 @@ class Plan:
     def stages(self) -> int:
         """Blocks of keys and values that a stream has in shared memory: as many as there is room for."""
         h, d = padded_width(self.H), padded_width(self.D)
-        room = SHARED_MEMORY_BYTES[9, 0] - _RESERVED_BYTES - STREAMS * 64 * h * 2
+        room = SHARED_MEMORY_BYTES[9, 0] - _RESERVED_BYTES - STREAMS * ROWS * h * 2
         return min(_MOST_STAGES, room // (STREAMS * BLOCK * (h + d) * 2))
 
     @property
@@ -146,11 +156,12 @@ def sequence_of(plan, lengths, query_lengths, b) -> Sequence:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One split of one sequence under one key head, as traced scalars; `blocks` may be 0."""
+    """One split of one sequence under one key head for one tile, as traced scalars; `blocks` may be 0."""
 
     batch: Any
     head: Any
     split: Any
+    token: Any  # first of the tile, counted in the sequence
     sequence: Sequence
     begin: Any  # first block of keys, counted in the sequence
     blocks: Any
@@ -160,15 +171,16 @@ def over_items(x, body, carry):
     """Folds `body(item, number, carry) -> carry` over this stream's items; `number` counts them.
 
     Items are dealt in turn to all streams of the grid, key heads first: who runs at one time reads whole rows of the
-    cache. Only the lengths say how many there are, so every warpgroup walks the sequences itself.
+    cache, and tiles that read the same keys do so together. Only the lengths say how many items there are, so every
+    warpgroup walks the sequences itself.
 
     Returns:
         (how many there were, carry).
     """
-    p = x.plan
+    p, together = x.plan, x.plan.K * x.plan.tiles
 
     def items(b):
-        return sequence_of(p, x.lengths, x.query_lengths, jnp.minimum(b, p.B - 1)).splits * p.K
+        return sequence_of(p, x.lengths, x.query_lengths, jnp.minimum(b, p.B - 1)).splits * together
 
     def find(n, b, before, mine):
         """Moves on to the sequence of item n."""
@@ -182,12 +194,14 @@ def over_items(x, body, carry):
     def one(state):
         n, r, b, before, mine, carry = state
         sequence = sequence_of(p, x.lengths, x.query_lengths, b)
-        split = sequence.first + lax.div(n - before, i32(p.K))
-        head = lax.rem(n - before, i32(p.K))
+        split = sequence.first + lax.div(n - before, i32(together))
+        inside = lax.rem(n - before, i32(together))
+        token = lax.div(inside, i32(p.K)) * p.tokens
         start = split * p.config.split
         begin = lax.div(jnp.maximum(sequence.low, start), i32(BLOCK))
         end = lax.div(jnp.minimum(sequence.high, start + p.config.split) + (BLOCK - 1), i32(BLOCK))
-        item = Item(b, head, split, sequence, begin, jnp.maximum(end - begin, 0))
+        blocks = jnp.where(token < sequence.queries, jnp.maximum(end - begin, 0), 0)
+        item = Item(b, lax.rem(inside, i32(p.K)), split, token, sequence, begin, blocks)
         carry = body(item, r, carry)
         n = n + x.streams
         return n, r + 1, *find(n, b, before, mine), carry

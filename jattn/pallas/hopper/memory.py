@@ -466,9 +466,9 @@ def ld_global_row_values(ref, batch, row) -> jax.Array:
     return load(ref, jnp.asarray(batch, jnp.int32), jnp.asarray(row, jnp.int32), ptx.row_numbers())
 
 
-def st_global_packed(ref, start, value: jax.Array, row=0, column=0) -> None:
-    """Stores `value [64, n]` to `ref [X, T, K, G, D]` at `start = (x, k)`: row r, counted from `row` on, goes to
-    (r // G, r % G), and columns go to `column` and after. What lies past T or D is left out.
+def st_global_packed(ref, start, value: jax.Array, row=0, column=0, *, rows: int = ptx.TILE_ROWS) -> None:
+    """Stores the first `rows` of `value [64, n]` to `ref [X, T, K, G, D]` at `start = (x, k)`: row r, counted from
+    `row` on, goes to (r // G, r % G), and columns go to `column` and after. What lies past T or D is left out.
 
     Args:
         ref: in HBM, of the value's dtype (float32 or 16 bits), D a multiple of 8.
@@ -483,7 +483,7 @@ def st_global_packed(ref, start, value: jax.Array, row=0, column=0) -> None:
                 t, g = (row + r) // group, (row + r) % group
                 ref[start[0], t, start[1], g, mine] = value[r, : mine.stop - mine.start]
 
-            pl.when(column == first)(lambda f=one_row: _for_rows(tokens * group - row, f))
+            pl.when(column == first)(lambda f=one_row: _for_rows(jnp.minimum(tokens * group - row, rows), f))
         return
     wide = value.dtype == jnp.float32
 
@@ -494,7 +494,7 @@ def st_global_packed(ref, start, value: jax.Array, row=0, column=0) -> None:
         mine = arith.addi(first_column, column.registers[()])
         words = ptx.scalars(value) if wide else ptx.pairs(value)
         for i in range(2):
-            inside, at = _packed(kind, x, k, arith.addi(arith.addi(first_row, integer(8 * i)), row.registers[()]))
+            inside, at = _packed(kind, x, k, arith.addi(first_row, integer(8 * i)), row, rows)
             pointer = _element_pointer(base, kind.element_type, arith.addi(at, _wide(mine)))
             for part in range(n // 8):
                 last = arith.addi(mine, integer(8 * part))
@@ -505,7 +505,7 @@ def st_global_packed(ref, start, value: jax.Array, row=0, column=0) -> None:
     store(ref, *(jnp.asarray(x, jnp.int32) for x in (*start, row, column)), value)
 
 
-def st_global_packed_rows(ref, start, value: jax.Array, row=0) -> None:
+def st_global_packed_rows(ref, start, value: jax.Array, row=0, *, rows: int = ptx.TILE_ROWS) -> None:
     """Stores float32 `value [64]`, in the ROW layout, to `ref [X, T, K, G]` as `st_global_packed` does its rows."""
     _, tokens, _, group = ref.shape
     if interpreting():
@@ -514,7 +514,7 @@ def st_global_packed_rows(ref, start, value: jax.Array, row=0) -> None:
             t, g = (row + r) // group, (row + r) % group
             ref[start[0], t, start[1], pl.ds(g, 1)] = value[r][None]
 
-        _for_rows(tokens * group - row, one_row)
+        _for_rows(jnp.minimum(tokens * group - row, rows), one_row)
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, ptx.ROW))
@@ -523,16 +523,19 @@ def st_global_packed_rows(ref, start, value: jax.Array, row=0) -> None:
         first_row, first_column = ptx.lane_position()
         mine = arith.cmpi(arith.CmpIPredicate.eq, first_column, integer(0))  # of four threads that hold the same rows
         for i, word in enumerate(ptx.scalars(value)):
-            inside, at = _packed(kind, x, k, arith.addi(arith.addi(first_row, integer(8 * i)), row.registers[()]))
+            inside, at = _packed(kind, x, k, arith.addi(first_row, integer(8 * i)), row, rows)
             _store_if(arith.andi(mine, inside), _element_pointer(base, kind.element_type, at), 0, [word])
 
     store(ref, *(jnp.asarray(x, jnp.int32) for x in (*start, row)), value)
 
 
-def _packed(kind, x, k, row):
-    """Whether row r = t · G + g exists in `[X, T, K, G, ...]`, and the 64-bit index of its first element."""
+def _packed(kind, x, k, mine, first, rows):
+    """Whether row `mine` of a tile is below `rows` and exists in `[X, T, K, G, ...]`, as r = t · G + g counted from
+    `first` on; and the 64-bit index of its first element."""
     _, tokens, _, group = kind.shape[:4]
-    inside = arith.cmpi(arith.CmpIPredicate.slt, row, integer(tokens * group))
+    row = arith.addi(mine, first.registers[()])
+    below = arith.cmpi(arith.CmpIPredicate.slt, mine, integer(rows))
+    inside = arith.andi(below, arith.cmpi(arith.CmpIPredicate.slt, row, integer(tokens * group)))
     t, g = arith.divui(row, integer(group)), arith.remui(row, integer(group))
     return inside, _flat(kind, (x.registers[()], t, k.registers[()], g))
 
