@@ -196,7 +196,7 @@ class KimiDeltaAttention(_DeltaLayer):
             key head n // (num_heads / num_qk_heads).
         value_head_dim: channels D of a value; None is H.
         conv_kernel_size: tokens of the convolutions, the token itself included.
-        gate: of the decay, "softplus" (Kimi Linear) or "bounded" (at most `lower_bound` a token), as in
+        gate: of the decay, "softplus" (Kimi Linear) or "bounded" (from `lower_bound` to 0 a token), as in
             `jattn.linear.kda`.
         lower_bound: of the bounded gate, in [-5, 0).
         beta_activation: "sigmoid", or "sigmoid2" for (0, 2), which can turn what a key retrieves around.
