@@ -24,6 +24,7 @@ from jattn.pallas._compat import plgpu
 from jattn.pallas.hopper import memory, ptx
 from jattn.pallas.hopper.decode_combine import combine
 from jattn.pallas.hopper.decode_plan import Plan
+from jattn.pallas.lowering import MaskSpec
 from jattn.reference import paged as reference
 from jattn.reference.attention import TileConfig
 
@@ -303,6 +304,14 @@ def test_a_config_is_checked():
         mosaic.choose(call.problem, "fast")
     with pytest.raises(ValueError, match="split=100 must be a positive multiple of 64"):
         mosaic.DecodeConfig(100)
+
+
+def test_bounds_that_hide_nothing_are_none():
+    def bounds(left, right):
+        return mosaic._bounds(MaskSpec(left, right), 3, 100)
+
+    assert bounds(99, 2) == bounds(2**40, 2**40) == (None, None)
+    assert bounds(98, 1) == (98, 1) and bounds(-(2**40), -(2**40)) == (-103, -103)
 
 
 @pytest.mark.parametrize("B, T, S", [(0, 1, 40), (2, 1, 0)])

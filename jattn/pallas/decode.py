@@ -51,10 +51,10 @@ def _nothing(arrays):
 def _part(arrays, options, interpret, multiprocessors):
     """`(out, lse)` of one device's part of the batch and the heads, or of all; not empty."""
     (B, T, N, H), (P, page, K, _), width = arrays.query.shape, arrays.key.shape, arrays.block_tables.shape[1]
-    spec = lowering.lower_mask(arrays.mask)
+    left, right = _bounds(lowering.lower_mask(arrays.mask), T, width * page)
     plan = Plan(
         B=B, T=T, S=width * page, N=N, K=K, H=H, D=arrays.value.shape[3], pages=P, page=page if width > 1 else None,
-        dtype=arrays.query.dtype, scale=options.scale, left=spec.left, right=spec.right, soft_cap=options.soft_cap,
+        dtype=arrays.query.dtype, scale=options.scale, left=left, right=right, soft_cap=options.soft_cap,
         config=options.config, sinks=arrays.sinks is not None,
     )  # fmt: skip
     inputs = Inputs(
@@ -64,6 +64,14 @@ def _part(arrays, options, interpret, multiprocessors):
         sinks=None if arrays.sinks is None else arrays.sinks.astype(jnp.float32)[None],
     )  # fmt: skip
     return launch(plan, inputs, interpret=interpret, multiprocessors=multiprocessors)
+
+
+def _bounds(spec, T, S):
+    """The window of a mask, None where it hides no key: the last of T queries sits at most at S - 1, the first at most
+    T - 1 before the last key. Numbers that hide all are cut to what 32 bits can add."""
+    left = None if spec.left is None or spec.left >= S - 1 else max(spec.left, -S - T)
+    right = None if spec.right is None or spec.right >= T - 1 else max(spec.right, -S - T)
+    return left, right
 
 
 def _divided(part, arrays, own_pages: bool):
