@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from aot import compile_for_h200, parse
 
-from jattn import attention, masks, mods, ragged, ragged_attention
+from jattn import SequenceLayout, attention, masks, mods, ragged, ragged_attention, ring_attention
 from jattn.attention import prepare
 from jattn.pallas import attention as mosaic
 
@@ -130,7 +130,10 @@ BACKWARD = {
 
 
 # A few bytes, wherever the compiler was sent so far: with dp formed early or late, in slices of 8, 16 or 32 columns.
-SPILLS = {("block mask", 64), ("three at once", 128), ("deterministic", 64), ("packed", 256)}
+SPILLS = {
+    ("block mask", 64), ("three at once", 128), ("deterministic", 64), ("packed", 256), ("packed, deterministic", 64),
+    ("packed, deterministic", 128),
+}  # fmt: skip
 
 
 def backward_report(H, D, keys, *, packed=False, **kwargs):
@@ -194,6 +197,16 @@ def test_sums_that_nobody_uses_are_not_computed():
     assert "jattn_attention_backward" in unused and " while(" not in unused and " while(" in used
 
 
+def backward_launches(text):
+    """(computation, line) of each launch of the backward kernel in a program."""
+    found = []
+    for computation in text.split("\n\n"):
+        head, _, body = computation.partition("\n")
+        launches = [line for line in body.splitlines() if "custom-call(" in line and "attention_backward" in line]
+        found += [(head.split()[0], line) for line in launches]
+    return found
+
+
 def mapped(f):
     return lambda *x: jax.lax.map(lambda x: f(*x), x)
 
@@ -207,12 +220,28 @@ def test_what_is_changed_in_place_is_known_to_be(transform):
     def loss(q, k, v):
         return attention(q, k, v, implementation="mosaic").astype(jnp.float32).sum()
 
-    text = compiled_for_h200(transform(jax.grad(loss, (0, 1, 2))), q, q, q)
-    found = []
-    for computation in text.split("\n\n"):
-        head, _, body = computation.partition("\n")
-        launches = [line for line in body.splitlines() if "custom-call(" in line and "attention_backward" in line]
-        found += [(head.split()[0], line) for line in launches]
+    found = backward_launches(compiled_for_h200(transform(jax.grad(loss, (0, 1, 2))), q, q, q))
+    assert found
+    for computation, line in found:
+        assert "output_to_operand_aliasing" in line and "fusion" not in computation
+
+
+@pytest.mark.aot
+def test_a_ring_of_two_runs_the_kernels():
+    """Pieces go to the kernels, keys by permutes, and no launch is fused with the slices of the ring's loops."""
+    mesh = jax.sharding.Mesh(np.array(aot.devices(2)), ("sp",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "sp"))
+    q = jax.ShapeDtypeStruct((1, 1024, 4, 128), jnp.bfloat16, sharding=sharding)
+
+    def loss(q, k, v):
+        out = ring_attention(
+            q, k, v, is_causal=True, mesh=mesh, axis="sp", layout=SequenceLayout("zigzag", 2), implementation="mosaic"
+        )
+        return out.astype(jnp.float32).sum()
+
+    text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, q, q).compile().as_text()
+    assert "jattn_attention_forward" in text and "all-gather" not in text and "collective-permute-start(" in text
+    found = backward_launches(text)
     assert found
     for computation, line in found:
         assert "output_to_operand_aliasing" in line and "fusion" not in computation
