@@ -273,7 +273,7 @@ REFUSED = {
     "int8": lambda: decode.prepare(Q, jattn.quantize(KEY), VALUE),
     "H=136": lambda: decode.prepare(*draw(2, 1, 40, H=136, dtype="bfloat16")),
     "D=20": lambda: decode.prepare(*draw(2, 1, 40, D=20, dtype="bfloat16")),
-    "T=65": lambda: paged.prepare(draw(2, 65, 40, dtype="bfloat16")[0], cache_of(16)),
+    "T=129 times N/K=2": lambda: paged.prepare(draw(2, 129, 40, dtype="bfloat16")[0], cache_of(16)),
     "N/K=65": lambda: decode.prepare(*draw(2, 1, 40, 65, 1, dtype="bfloat16")),
     "multiples of 16, not 1": lambda: paged.prepare(Q, cache_of(1)),
     "packed": lambda: paged.prepare(Q[:, 0], cache_of(16), np.arange(3, dtype=np.int32)),

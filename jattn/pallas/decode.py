@@ -18,7 +18,7 @@ from jattn.pallas.hopper.decode_plan import ROWS, DecodeConfig, Inputs, Plan
 __all__ = ["PLATFORM", "DecodeConfig", "choose", "forward", "why_not", "why_not_here"]
 
 _MULTIPROCESSORS = 132  # of an H100 or H200 SXM; on a card with fewer, the rest of the blocks run afterwards
-_TOKENS = 64  # every tile of queries reads all keys, and every token has a float32 part a split
+_QUERIES = 256  # of one key head; each has a float32 part a split, which together are then half as large as the cache
 _MASKS = ("And", "Causal", "Window")
 
 
@@ -122,10 +122,11 @@ def why_not(problem) -> str | None:
         return f"needs static shapes, not {symbolic[0]}"
     if problem.sequences is not None:
         return "packed queries are not implemented"
-    if problem.T > _TOKENS:
-        return f"at most {_TOKENS} tokens of a sequence, not T={problem.T}"
-    if problem.N > ROWS * problem.K:
-        return f"at most {ROWS} query heads for a key head, not N/K={problem.N // problem.K}"
+    group = problem.N // problem.K
+    if group > ROWS:
+        return f"at most {ROWS} query heads for a key head, not N/K={group}"
+    if problem.T * group > _QUERIES:
+        return f"at most {_QUERIES} queries for a key head, not T={problem.T} times N/K={group}"
     if problem.partial:
         return "pieces of a longer sequence are not implemented"
     if problem.S > problem.page and problem.page % 16:

@@ -64,7 +64,7 @@ def _kernel(
         q_free=q_free, k_ready=k_ready, v_ready=v_ready, free=free, block=lax.axis_index("block"), stream=stream,
         streams=blocks * STREAMS,
     )  # fmt: skip
-    x.first_item = stream * blocks + x.block  # a few items are spread over all multiprocessors
+    x.first_item = _first_item(stream, x.block, blocks)
 
     @pl.when(warpgroup >= STREAMS)
     def _():
@@ -75,6 +75,11 @@ def _kernel(
     def _():
         plgpu.set_max_registers(_REGISTERS[0], action="increase")
         _consume(x)
+
+
+def _first_item(stream, block, blocks):
+    """A few items are spread over all multiprocessors."""
+    return stream * blocks + block
 
 
 def _slot(x, position):
