@@ -63,6 +63,10 @@ from jattn.sequence import hybrid_attention as hybrid_attention
 from jattn.sequence import ring_attention as ring_attention
 from jattn.sequence import sequence_attention as sequence_attention
 from jattn.sequence import ulysses_attention as ulysses_attention
+from jattn.sequence_cache import sequence_append as sequence_append
+from jattn.sequence_cache import sequence_decode_attention as sequence_decode_attention
+from jattn.sequence_cache import sequence_paged_attention as sequence_paged_attention
+from jattn.sequence_linear import sequence_linear_attention as sequence_linear_attention
 from jattn.sparse import page_rows as page_rows
 from jattn.sparse import sparse_attention as sparse_attention
 from jattn.sparse import sparse_weights as sparse_weights
@@ -125,7 +129,11 @@ __all__ = [
     "ragged_attention",
     "ring_attention",
     "rope",
+    "sequence_append",
     "sequence_attention",
+    "sequence_decode_attention",
+    "sequence_linear_attention",
+    "sequence_paged_attention",
     "sparse_attention",
     "sparse_weights",
     "topk_select",

@@ -35,6 +35,8 @@ _TABLE = {
     "ragged_attention": {"mosaic": "jattn.pallas.attention", "xla": "jattn.reference.attention"},
     "decode_attention": {"xla": "jattn.reference.paged", "mosaic": "jattn.pallas.decode"},
     "paged_attention": {"xla": "jattn.reference.paged", "mosaic": "jattn.pallas.decode"},
+    "sequence_decode_attention": {"xla": "jattn.reference.spread"},
+    "sequence_paged_attention": {"xla": "jattn.reference.spread"},
     **{f"linear.{op}": {"xla": "jattn.reference.linear"} for op in _LINEAR},
     **{f"linear.{op}_step": {"xla": "jattn.reference.linear_step"} for op in _LINEAR},
 }

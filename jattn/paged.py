@@ -381,7 +381,7 @@ def _attend_on(op, options, arrays):
         query = only_on(module.PLATFORM, arrays.query, f"implementation={options.implementation!r}")
         arrays = dataclasses.replace(arrays, query=query)
     out, lse = module.forward(arrays, options)
-    return out.astype(arrays.query.dtype), lse
+    return out if options.partial else out.astype(arrays.query.dtype), lse
 
 
 @_attend.__wrapped__.defjvp

@@ -20,6 +20,7 @@ from jax import lax
 
 from jattn import _check
 from jattn._linear import RULES
+from jattn._mapped import gathered
 from jattn._problem import accumulator
 from jattn.linear._call import describe
 from jattn.linear._run import run
@@ -138,11 +139,14 @@ def entering_state(own: AffineMap, axis: str, state=None):
     """
     found = jnp.zeros_like(own.offset) if state is None else state.astype(own.offset.dtype)
     found = found + jnp.zeros_like(own.offset)  # varies as the maps do
-    every, me = lax.all_gather(own, axis), lax.axis_index(axis)
+    matrix = own.matrix[..., None] if own._diagonal else own.matrix
+    every = gathered(jnp.concatenate([matrix, own.offset], axis=-1), axis)
+    me, width = lax.axis_index(axis), matrix.shape[-1]
 
     def step(found, xs):
         i, one = xs
-        return jnp.where(i < me, one(found), found), None
+        matrix = one[..., 0] if own._diagonal else one[..., :width]
+        return jnp.where(i < me, AffineMap(matrix, one[..., width:])(found), found), None
 
-    count = jnp.arange(every.offset.shape[0], dtype=jnp.int32)
+    count = jnp.arange(every.shape[0], dtype=jnp.int32)
     return lax.scan(step, found, (count, every))[0]

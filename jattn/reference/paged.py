@@ -43,14 +43,18 @@ def choose(problem, config) -> TileConfig:
 
 def forward(arrays, options):
     """`(out, lse)` in the accumulator's dtype, shaped as the query; see `_problem.CacheArrays`."""
-    walk = Walk(arrays, options)
+    return run(Walk(arrays, options))
+
+
+def run(walk):
+    """`(out, lse)` of a walk."""
     state = (
         walk.full((walk.T, walk.N, walk.D), 0, walk.dtype),
         walk.full((walk.T, walk.N), -jnp.inf, walk.dtype),
         walk.full((walk.T, walk.N), 0, walk.dtype),
     )
     out, lse, _ = walk.over_strips(lambda one, strip, state: attention._forward_strip(one, strip, state), state)
-    shape = arrays.query.shape[:-1]
+    shape = walk.arrays.query.shape[:-1]
     return out.reshape(*shape, walk.D), lse.reshape(shape)
 
 

@@ -1,0 +1,69 @@
+"""What ops over one axis of a mesh share: how they run on whole arrays, and gather inside a `shard_map`; the other axes
+are left to the compiler."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jattn._mesh import _sharding, _tuple, find
+from jattn._varying import vary, varying_axes
+
+
+def mesh_for(axis, mesh, arrays):
+    """The mesh that has `axis`, or None inside a `shard_map` over it. `arrays`: whatever may tell."""
+    if not isinstance(axis, str):
+        raise TypeError(f"axis={axis!r} must be the name of a mesh axis, not {type(axis).__name__}")
+    known = (m for m, _ in map(_sharding, jax.tree.leaves(arrays)) if m is not None and not m.empty)
+    return find(1, (axis,), mesh if mesh is not None else next(known, None), {}, {})[1]
+
+
+def check_sharding(name, x, axis, place=None, what=""):
+    """Refuses arrays that are known to be sharded over `axis` elsewhere than at `place` (None: anywhere)."""
+    for leaf in jax.tree.leaves(x):
+        _, spec = _sharding(leaf)
+        if any(axis in _tuple(by) for i, by in enumerate(spec or ()) if i != place):
+            rule = f"shard its {what} alone" if what else "do not shard it"
+            raise ValueError(f"{name} is sharded as {P(*spec)}; {rule} over {axis!r}")
+
+
+def check_same(name, x, axis):
+    """Refuses what may differ from device to device where all need the same."""
+    if axis in varying_axes(x):
+        raise ValueError(
+            f"{name} varies over {axis!r}, but all devices need the same: gather it, with "
+            f'jax.lax.all_gather(.., {axis!r}, to="invarying")'
+        )
+
+
+def gathered(x, axis, to="varying"):
+    """`x` of all devices of `axis`, in a new first axis, by one message. `to`: as in `jax.lax.all_gather`.
+
+    The partitioner keeps arrays that are sharded over its own axes so in an all-reduce, and gathers them for an
+    all-gather (jax 0.11.2). So where it has any, every device adds its part to zeros: twice the bytes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if all(mesh.shape[name] == 1 for name in mesh.auto_axes):
+        return lax.all_gather(x, axis, to=to)
+    mine = jnp.arange(lax.axis_size(axis), dtype=jnp.int32) == lax.axis_index(axis)
+    parts = jnp.where(mine.reshape(-1, *[1] * x.ndim), x[None], jnp.zeros((), x.dtype))
+    found = lax.psum(parts, axis)
+    return found if to == "invarying" else vary(found, frozenset({axis}))
+
+
+def mapped(body, mesh, axis, x, in_specs, out_specs, out_sharding):
+    """`body(x)` on every device of `axis`. `out_sharding(specs)`: that of the results where axes of the mesh are
+    Explicit, from the `PartitionSpec` of every array of `x`."""
+    types = [jax.typeof(a).sharding for a in jax.tree.leaves(x)]
+    explicit = next((s.mesh for s in types if s.mesh.explicit_axes), None)
+    options = dict(in_specs=(in_specs,), out_specs=out_specs, axis_names={axis})
+    if explicit is None:
+        return jax.shard_map(body, mesh=mesh, **options)(x)
+    axes = explicit.explicit_axes
+    specs = jax.tree.map(
+        lambda a: P(*jax.typeof(a).sharding.spec, *[None] * (a.ndim - len(jax.typeof(a).sharding.spec))), x
+    )
+    # The loops inside leave the sharding over other axes to the compiler.
+    body = jax.shard_map(body, mesh=explicit.update_axis_types(dict.fromkeys(axes, AxisType.Auto)), **options)
+    return jax.sharding.auto_axes(body, axes=axes, out_sharding=out_sharding(specs))(x)
