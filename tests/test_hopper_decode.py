@@ -388,6 +388,7 @@ COMPILED = {
     ),
     "sinks": dict(page=128, S=400, T=3, sinks=jnp.zeros(8)),
     "several tiles": dict(page=32, T=64, N=6, is_causal=False),
+    "many tokens, small pages": dict(page=16, T=64, local_window_size=(100, 3)),
     "benchmarked": dict(B=64, S=8192, N=32, K=8),
     "long": dict(page=16, B=1, S=131072, N=32, K=8),
 }  # fmt: skip

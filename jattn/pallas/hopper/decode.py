@@ -33,7 +33,7 @@ from jattn.pallas.hopper.decode_combine import combine
 from jattn.pallas.hopper.decode_plan import BLOCK, LOG2E, STREAMS, Inputs, Plan, over_items
 from jattn.pallas.hopper.lists import i32
 
-_REGISTERS = 208, 40  # a thread of a consumer and of a producer: 128 · 2 · their sum is within 65,536
+_REGISTERS = 192, 64  # a thread of a consumer and of a producer: 128 · 2 · their sum is 65,536
 
 
 # --- kernel -----------------------------------------------------------------------------------------------------------
