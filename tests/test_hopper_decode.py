@@ -21,7 +21,7 @@ import jattn
 from jattn import decode, decode_attention, masks, mods, paged, paged_attention
 from jattn.pallas import decode as mosaic
 from jattn.pallas._compat import plgpu
-from jattn.pallas.hopper import memory, ptx
+from jattn.pallas.hopper import decode_rows, memory, ptx
 from jattn.pallas.hopper.decode_combine import combine
 from jattn.pallas.hopper.decode_plan import Plan
 from jattn.pallas.lowering import MaskSpec
@@ -247,8 +247,8 @@ def test_packed_rows_go_where_they_belong(interpret, dtype):
             value = memory.ldmatrix(smem.at[0], 16)
         else:
             value = plgpu.load(x, layout=ptx.WGMMA, optimized=False)
-        memory.st_global_packed(out, place, value, jnp.int32(64), jnp.int32(16))
-        memory.st_global_packed_rows(lse, place, memory.ld_global_row_values(numbers, zero + 1, 64), 64)
+        decode_rows.st_global(out, place, value, jnp.int32(64), jnp.int32(16))
+        decode_rows.st_global_rows(lse, place, decode_rows.ld_global_rows(numbers, zero + 1, 64), 64)
 
     types = jax.ShapeDtypeStruct((2, 30, 2, 3, 24), dtype), f32(2, 30, 2, 3)
     barrier = plgpu.Barrier(num_arrivals=1)

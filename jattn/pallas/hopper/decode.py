@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn.pallas._compat import kernel, pl, plgpu
-from jattn.pallas.hopper import memory, ptx, scores, softmax
+from jattn.pallas.hopper import decode_rows, memory, ptx, scores, softmax
 from jattn.pallas.hopper.decode_combine import combine
 from jattn.pallas.hopper.decode_plan import BLOCK, LOG2E, STREAMS, Inputs, Plan, over_items
 from jattn.pallas.hopper.lists import i32
@@ -230,8 +230,8 @@ def _write(x, item, m, total, accumulator):
     out = accumulator * lax.broadcast_in_dim(inverse, accumulator.shape, [0])
     place = item.batch * p.splits + item.split
     row, rows = item.token * p.group, p.tokens * p.group
-    memory.st_global_packed(x.out, (place, item.head), out.astype(x.out.dtype), row, rows=rows)
-    memory.st_global_packed_rows(x.lse, (place, item.head), lse, row, rows=rows)
+    decode_rows.st_global(x.out, (place, item.head), out.astype(x.out.dtype), row, rows=rows)
+    decode_rows.st_global_rows(x.lse, (place, item.head), lse, row, rows=rows)
 
 
 # --- host -------------------------------------------------------------------------------------------------------------

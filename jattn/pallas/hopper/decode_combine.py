@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn.pallas._compat import kernel, pl, plgpu
-from jattn.pallas.hopper import memory, ptx
+from jattn.pallas.hopper import decode_rows, memory, ptx
 from jattn.pallas.hopper.decode_plan import Plan, sequence_of
 from jattn.pallas.hopper.lists import i32
 
@@ -76,7 +76,7 @@ def _kernel(plan, warpgroups, tiles, strips, lengths, query_lengths, sinks, part
         parts = []
         for s in splits:
             at = place + jnp.minimum(s, sequence.splits - 1)
-            part_m = memory.ld_global_row_values(part_lse, at, row) + jnp.where(s < sequence.splits, 0.0, -jnp.inf)
+            part_m = decode_rows.ld_global_rows(part_lse, at, row) + jnp.where(s < sequence.splits, 0.0, -jnp.inf)
             parts.append((part_m, None, memory.ld_global(part_out, at, i32(0), row, column, _COLUMNS)))
         return _merged(state, parts)
 
@@ -96,7 +96,7 @@ def _kernel(plan, warpgroups, tiles, strips, lengths, query_lengths, sinks, part
             final = lax.fori_loop(0, last, lambda i, state: _merged(state, [_taken_over(i, **others)]), state)
         if sinks is not None:
             exists = lax.div(row + ptx.row_numbers(), i32(plan.N)) < sequence.queries
-            sink = jnp.where(exists, memory.ld_global_row_values(sinks, 0, row), -jnp.inf)
+            sink = jnp.where(exists, decode_rows.ld_global_rows(sinks, 0, row), -jnp.inf)
             final = _merged(final, [(sink, None, ptx.zeros(_COLUMNS))])
         _write(final, batch, row, column, out, lse)
 
@@ -136,9 +136,9 @@ def _write(state, batch, row, column, out, lse):
     m, total, accumulator = state
     seen = total > 0
     result = _scaled(accumulator, jnp.where(seen, 1 / total, 0.0))
-    memory.st_global_packed(out, (batch, i32(0)), result.astype(out.dtype), row, column)
+    decode_rows.st_global(out, (batch, i32(0)), result.astype(out.dtype), row, column)
 
     @pl.when(column == 0)
     def _():
         log = jnp.where(seen, m + jnp.log(total), -jnp.inf)
-        memory.st_global_packed_rows(lse, (batch, i32(0)), log, row)
+        decode_rows.st_global_rows(lse, (batch, i32(0)), log, row)
