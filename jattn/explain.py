@@ -1,10 +1,14 @@
 """`explain`: what a call would run on, without running it."""
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec as P
 
-from jattn import _dispatch
+from jattn import _dispatch, sequence, sequence_cache
+from jattn._mesh import _sharding
 from jattn.attention import prepare as prepare_attention
 from jattn.decode import prepare as prepare_decode_attention
 from jattn.paged import prepare as prepare_paged_attention
@@ -22,35 +26,126 @@ _PREPARE = {
 
 def explain(
     *args, op: str = "attention", implementation: str | None = None, config: Any = None, **kwargs
-) -> _dispatch.Explanation:
+) -> "_dispatch.Explanation | sequence.StrategyChoice":
     """Which implementation and tile config the call `op(*args, **kwargs)` gets, and why the others were refused.
 
     Args:
         *args, **kwargs: the arguments of the op; arrays may be `jax.ShapeDtypeStruct`. Nothing runs.
-        op: "attention", "ragged_attention", "decode_attention" or "paged_attention".
+        op: "attention", "ragged_attention", "decode_attention" or "paged_attention"; or of those over many devices
+            "ring_attention", "allgather_attention", "ulysses_attention", "hybrid_attention", "sequence_attention",
+            "sequence_decode_attention" or "sequence_paged_attention".
         implementation, config: as in the op.
 
     Returns:
         An object with `implementation` (None when nothing can run the call), `config`, `refused` (name -> reason) and
-        a readable `repr`.
+        a readable `repr`. Over many devices one with `strategy`, `reasons` (strategy -> reason, that of what runs
+        included), and `on_device`, such an object for what a device computes at once.
 
     Raises:
-        ValueError, TypeError: what the op would raise.
+        ValueError, TypeError: what the op would raise. Over many devices also NotImplementedError.
 
     Example:
         `print(jattn.explain(q, k, v, is_causal=True))`
+        `print(jattn.explain(q, k, v, op="ring_attention", axis="sp", mesh=mesh))`
     """
-    if op not in _PREPARE:
-        raise ValueError(f"op={op!r} is unknown; choose from {', '.join(map(repr, _PREPARE))}")
+    if op not in (*_PREPARE, *_SPREAD):
+        raise ValueError(f"op={op!r} is unknown; choose from {', '.join(map(repr, (*_PREPARE, *_SPREAD)))}")
     kwargs.pop("return_residual", None)
     leaves, structure = jax.tree.flatten((args, kwargs))
+    if op in _SPREAD and kwargs.get("mesh") is None:  # the arrays of `describe` do not tell
+        meshes = (mesh for x in leaves for mesh, spec in [_sharding(x)] if spec is not None)
+        leaves, structure = jax.tree.flatten((args, kwargs | dict(mesh=next(meshes, None))))
     is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
     found = []
 
     def describe(arrays):
         arrays = iter(arrays)
         args, kwargs = structure.unflatten([next(arrays) if a else x for x, a in zip(leaves, is_array, strict=True)])
-        found.append(_PREPARE[op](*args, **kwargs).problem)
+        if op in _PREPARE:
+            found.append(_dispatch.explain(_PREPARE[op](*args, **kwargs).problem, implementation, config))
+        else:
+            found.append(_SPREAD[op](*args, implementation=implementation, config=config, **kwargs))
 
     jax.eval_shape(describe, [x for x, a in zip(leaves, is_array, strict=True) if a])
-    return _dispatch.explain(found[0], implementation, config)
+    return found[0]
+
+
+# Over many devices.
+
+
+def _single(named, *args, axis=None, layout=None, mesh=None, **options):
+    """`named` None is the strategy that the arguments of `sequence_attention` name, or what it chooses."""
+    asked = options.pop("strategy", "auto") if named is None else named
+    static, arrays, mesh = sequence._describe("ring", sequence._names(axis), layout, mesh, *_five(*args), **options)
+    choice = sequence._choose(static, arrays, mesh)
+    if asked != "auto":
+        if asked not in sequence._SINGLE:
+            choices = ", ".join(map(repr, ("auto", *sequence._SINGLE)))
+            raise ValueError(f"strategy={asked!r} is unknown; choose from {choices}")
+        reasons = {n: f"auto would take it: {w}" if n == choice.strategy else w for n, w in choice.reasons.items()}
+        choice = sequence.StrategyChoice(asked, reasons | {asked: "asked for"})
+    return _with_device(choice, static, arrays, mesh)
+
+
+def _hybrid(*args, axes, layout=None, mesh=None, **options):
+    static, arrays, mesh = sequence._describe("hybrid", tuple(axes), layout, mesh, *_five(*args), **options)
+    ring, heads = axes
+    reason = f"asked for: a ring over {ring!r}, tokens for heads over {heads!r}"
+    return _with_device(sequence.StrategyChoice("hybrid", {"hybrid": reason}), static, arrays, mesh)
+
+
+def _five(query, key, value, bias=None, mask=None):
+    return query, key, value, bias, mask
+
+
+def _with_device(choice, static, arrays, mesh):
+    static = dataclasses.replace(static, strategy=choice.strategy, axes=sequence._axes(choice.strategy, static.names))
+    if mesh is None:
+        specs = None
+    else:
+        tokens = P(*[None] * (arrays["query"].ndim - 3), static.names if len(static.names) > 1 else static.names[0])
+        specs = sequence._specs(arrays, tokens[-1], tokens)
+        sequence._layout_of(
+            static,
+            [1 if a is None else mesh.shape[a] for a in static.axes],
+            *(arrays[n].shape[-3] for n in ("query", "key")),
+        )
+    problem = _problem_on_device(lambda x: sequence._planned(static, x)[-1], arrays, mesh, specs, static.names)
+    device = _dispatch.explain(problem, static.implementation, static.config)
+    return dataclasses.replace(choice, on_device=device)
+
+
+def _cache(prepare, *args, **options):
+    call = prepare(*args, **options)
+    static = call.static
+    problem = _problem_on_device(
+        lambda x: sequence_cache.device_call(static, x).problem, call.arrays, call.mesh, call.specs, (static.axis,)
+    )
+    reason = "keys stay where they are; one message brings (out, lse) of every device to all"
+    device = _dispatch.explain(problem, static.implementation, static.config)
+    return sequence.StrategyChoice("merge", {"merge": reason}, device)
+
+
+def _problem_on_device(find, arrays, mesh, specs, names):
+    """What dispatch is asked inside the `shard_map` of a call."""
+    if mesh is None:
+        return find(arrays)
+    found = []
+
+    def body(x):
+        found.append(find(x))
+        return ()
+
+    jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=(), axis_names=set(names))(arrays)
+    return found[0]
+
+
+_SPREAD = {
+    "ring_attention": functools.partial(_single, "ring"),
+    "allgather_attention": functools.partial(_single, "allgather"),
+    "ulysses_attention": functools.partial(_single, "ulysses"),
+    "hybrid_attention": _hybrid,
+    "sequence_attention": functools.partial(_single, None),
+    "sequence_decode_attention": functools.partial(_cache, sequence_cache.prepare_decode),
+    "sequence_paged_attention": functools.partial(_cache, sequence_cache.prepare_paged),
+}

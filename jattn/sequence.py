@@ -158,14 +158,17 @@ _SINGLE = ("ring", "allgather", "ulysses")  # strategies over one axis
 
 @dataclasses.dataclass(frozen=True)
 class StrategyChoice:
-    """The strategy of a call, and for each one why it was or was not taken."""
+    """The strategy of a call, for each one why it was or was not taken, and from `jattn.explain` what runs the part of
+    it that a device computes at once."""
 
     strategy: str
     reasons: dict[str, str]
+    on_device: _dispatch.Explanation | None = None
 
     def __repr__(self):
         lines = [f"runs as {self.strategy}: {self.reasons[self.strategy]}"]
-        return "\n".join(lines + [f"  not {n}: {why}" for n, why in self.reasons.items() if n != self.strategy])
+        lines += [f"  not {n}: {why}" for n, why in self.reasons.items() if n != self.strategy]
+        return "\n".join(lines + ([] if self.on_device is None else ["on a device:", repr(self.on_device)]))
 
 
 def choose_strategy(query, key, value, bias=None, mask=None, *, axis=None, layout=None, mesh=None, **options):
@@ -335,6 +338,18 @@ class _ShardShape(Shape):
 
 
 def _on_device(static, x):
+    plan, arrays, context, _ = _planned(static, x)
+    ring, ulysses = static.axes
+    out, lse = attend(plan, arrays, context)
+    if ulysses is not None:
+        order = SequenceLayout("contiguous", 1) if ring is not None else static.layout or plan.layout
+        out, lse = (all_to_all(order.shard(a, 1), ulysses, 1, 2) for a in (out, lse))
+    batch = x["query"].shape[:-3]
+    return tuple(a.reshape(*batch, *a.shape[1:]) for a in (out, lse))
+
+
+def _planned(static, x):
+    """What a device computes by, from which arrays, and what dispatch was asked."""
     ring, ulysses = static.axes
     size = [1 if a is None else lax.axis_size(a) for a in static.axes]
     *batch, T, N, H = x["query"].shape
@@ -363,15 +378,11 @@ def _on_device(static, x):
         restore = layout.unshard if ring is None else lambda x, axis: x
         arrays, context = Exchange(ulysses, T, arrays.query.shape[2], restore).to_heads(arrays, context, mod)
         layout = layout if ring is not None else SequenceLayout("contiguous", 1)
-    plan = _plan(static, layout, arrays, context, mod, static_offset)
-    out, lse = attend(plan, arrays, context)
-    if ulysses is not None:
-        order = SequenceLayout("contiguous", 1) if ring is not None else static.layout or layout
-        out, lse = (all_to_all(order.shard(a, 1), ulysses, 1, 2) for a in (out, lse))
-    return tuple(a.reshape(*batch, *a.shape[1:]) for a in (out, lse))
+    plan, problem = _plan(static, layout, arrays, context, mod, static_offset)
+    return plan, arrays, context, problem
 
 
-def _plan(static, layout, arrays, context, mod, offset) -> Plan:
+def _plan(static, layout, arrays, context, mod, offset) -> tuple[Plan, Problem]:
     """The options of every rectangle, resolved, and the way of the keys."""
     (B, T, N, H), (S, K) = arrays.query.shape, arrays.key.shape[1:3]
     dtype = accumulator(arrays.query.dtype)
@@ -397,7 +408,7 @@ def _plan(static, layout, arrays, context, mod, offset) -> Plan:
     options = _dispatch.resolve(problem, options, static.implementation, static.config)
     known = offset if context.query_offset is None else None
     way = _way(layout, T * layout.size, S * layout.size, context.mask, known)
-    return Plan(layout, static.axes[0] if layout.size > 1 else None, way, gather, options)
+    return Plan(layout, static.axes[0] if layout.size > 1 else None, way, gather, options), problem
 
 
 def _way(layout, T, S, mask, offset):

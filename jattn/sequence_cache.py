@@ -65,34 +65,8 @@ def sequence_decode_attention(
     Source: the merge of Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023), over devices; Yang et al., "Context
     Parallelism for Scalable Million-Token Inference" (arXiv:2411.01783) for decoding so.
     """
-    query, key, value = _check.array(query, "query"), _check.stored(key, "key"), _check.stored(value, "value")
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if len(x.shape) < 3 or x.shape[:-3] != query.shape[:-3]:
-            raise ValueError(f"{name} has shape {x.shape}; expected [*B, T or S, heads, H], with one *B for all")
-    mesh, batch = mesh_for(axis, mesh, (query, key, value)), query.shape[:-3]
-    size = lax.axis_size(axis) if mesh is None else mesh.shape[axis]
-    layout = _layout(layout, axis, size)
-    slots = key.shape[-3] * (size if mesh is None else 1)
-    layout.check(slots, "key length S")
-    place = Place(slots // layout.multiple if layout.stride == 1 else 1, size, layout.kind == "zigzag")
-    lengths = _check.lengths(slots if lengths is None else lengths, "lengths", batch, slots).reshape(batch)
-    if mesh is not None and not slots:  # XLA for CPUs crashes on empty arrays that are sharded
-        return decode.decode_attention(query, key, value, lengths, mask, return_residual=return_residual, **options)
-    for name, x in (("key", key), ("value", value)):
-        check_sharding(name, x, axis, len(batch), "tokens")
-    stored = jax.tree.map(lambda x: P(*[None] * len(batch), axis) if x.ndim >= len(batch) + 2 else P(), (key, value))
-    return _call(
-        "decode_attention",
-        axis,
-        mesh,
-        place,
-        slots,
-        dict(query=query, stored=(key, value), lengths=lengths),
-        stored,
-        mask,
-        return_residual,
-        **options,
-    )
+    call = prepare_decode(query, key, value, lengths, mask, axis=axis, layout=layout, mesh=mesh, **options)
+    return _run(call, return_residual)
 
 
 def sequence_paged_attention(
@@ -131,29 +105,7 @@ def sequence_paged_attention(
 
     Source: as `sequence_decode_attention`; Kwon et al., "PagedAttention" (2023).
     """
-    cache, mesh = _spread_cache(cache, axis, mesh)
-    size, query = lax.axis_size(axis) if mesh is None else mesh.shape[axis], _check.array(query, "query")
-    if mesh is not None and 0 in (cache.num_pages, cache.capacity, *query.shape):
-        return paged.paged_attention(query, cache, cu_seqlens_q, mask, return_residual=return_residual, **options)
-    x = dict(
-        query=query,
-        stored=(cache.key_pages, cache.value_pages),
-        tables=paged._int32(cache.block_tables),
-        lengths=paged._int32(cache.lengths),
-        cu=None if cu_seqlens_q is None else _check.cu_seqlens(cu_seqlens_q, "cu_seqlens_q"),
-    )
-    return _call(
-        "paged_attention",
-        axis,
-        mesh,
-        Place(cache.page_size, size),
-        cache.capacity,
-        x,
-        _pools(x["stored"], axis),
-        mask,
-        return_residual,
-        **options,
-    )
+    return _run(prepare_paged(query, cache, cu_seqlens_q, mask, axis=axis, mesh=mesh, **options), return_residual)
 
 
 def sequence_append(cache, key, value, cu_seqlens=None, *, axis, mesh=None, seq_lengths=None, rotate=None):
@@ -203,48 +155,102 @@ class _Static:
     config: Any
 
 
-def _call(
-    op,
-    axis,
-    mesh,
-    place,
-    capacity,
-    x,
-    stored,
-    mask,
-    return_residual,
-    *,
-    scale=None,
-    is_causal=True,
-    query_seq_lengths=None,
-    local_window_size=None,
-    logits_soft_cap=None,
-    score_mod=None,
-    sinks=None,
-    implementation=None,
-    config=None,
-):
-    _check.flag(return_residual, "return_residual")
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A checked call: the mesh is None inside a `shard_map`, `stored` the specs of keys and values."""
+
+    static: _Static
+    mesh: Any
+    arrays: dict[str, Any]
+    stored: Any
+
+    @property
+    def specs(self):
+        return {n: jax.tree.map(lambda _: P(), a) for n, a in self.arrays.items()} | dict(stored=self.stored)
+
+
+def prepare_decode(query, key, value, lengths=None, mask=None, *, axis, layout=None, mesh=None, **options) -> Call:
+    """Checks a call of `sequence_decode_attention` and describes it."""
+    query, key, value = _check.array(query, "query"), _check.stored(key, "key"), _check.stored(value, "value")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if len(x.shape) < 3 or x.shape[:-3] != query.shape[:-3]:
+            raise ValueError(f"{name} has shape {x.shape}; expected [*B, T or S, heads, H], with one *B for all")
+    mesh, batch = mesh_for(axis, mesh, (query, key, value)), query.shape[:-3]
+    size = lax.axis_size(axis) if mesh is None else mesh.shape[axis]
+    layout = _layout(layout, axis, size)
+    slots = key.shape[-3] * (size if mesh is None else 1)
+    layout.check(slots, "key length S")
+    run = slots // layout.multiple if layout.stride == 1 else 1
+    lengths = _check.lengths(slots if lengths is None else lengths, "lengths", batch, slots).reshape(batch)
+    for name, x in (("key", key), ("value", value)):
+        check_sharding(name, x, axis, len(batch), "tokens")
+    stored = jax.tree.map(lambda x: P(*[None] * len(batch), axis) if x.ndim >= len(batch) + 2 else P(), (key, value))
+    x = dict(query=query, stored=(key, value), lengths=lengths)
+    place = Place(max(run, 1), size, layout.kind == "zigzag")
+    return _describe("decode_attention", axis, mesh, place, slots, x, stored, mask, **options)
+
+
+def prepare_paged(query, cache, cu_seqlens_q=None, mask=None, *, axis, mesh=None, **options) -> Call:
+    """Checks a call of `sequence_paged_attention` and describes it."""
+    cache, mesh = _spread_cache(cache, axis, mesh)
+    x = dict(
+        query=_check.array(query, "query"), stored=(cache.key_pages, cache.value_pages),
+        tables=paged._int32(cache.block_tables), lengths=paged._int32(cache.lengths),
+        cu=None if cu_seqlens_q is None else _check.cu_seqlens(cu_seqlens_q, "cu_seqlens_q"),
+    )  # fmt: skip
+    place = Place(cache.page_size, lax.axis_size(axis) if mesh is None else mesh.shape[axis])
+    stored = _pools(x["stored"], axis)
+    return _describe("paged_attention", axis, mesh, place, cache.capacity, x, stored, mask, **options)
+
+
+def _describe(
+    op, axis, mesh, place, capacity, x, stored, mask, *, scale=None, is_causal=True, query_seq_lengths=None,
+    local_window_size=None, logits_soft_cap=None, score_mod=None, sinks=None, implementation=None, config=None,
+):  # fmt: skip
     mask = _check.mask(
         mask, is_causal=is_causal, local_window_size=local_window_size, segment_ids=None, key_lengths=None
     )
     _check.positional(mask, score_mod)
     if score_mod is not None and not isinstance(score_mod, mods.ScoreMod):
         score_mod = mods.score_mod(score_mod)
+    if x["query"].ndim < 3:
+        raise ValueError(f"query has shape {x['query'].shape}; expected [.., T, N, H]")
     static_scale, scale = _check.scale(scale, x["query"].shape[-1])
-    query_lengths = _check.lengths(query_seq_lengths, "query_seq_lengths", x["lengths"].shape, x["query"].shape[-3])
+    counts = _check.lengths(query_seq_lengths, "query_seq_lengths", x["lengths"].shape, x["query"].shape[-3])
     static = _Static(op, axis, place, capacity, static_scale, _check.soft_cap(logits_soft_cap), implementation, config)
     x = x | dict(
-        mask=mask,
-        score_mod=score_mod,
-        scale=scale,
-        sinks=None if sinks is None else _check.array(sinks, "sinks"),
-        query_lengths=None if query_lengths is None else query_lengths.reshape(x["lengths"].shape),
-    )
+        mask=mask, score_mod=score_mod, scale=scale, sinks=None if sinks is None else _check.array(sinks, "sinks"),
+        query_lengths=None if counts is None else counts.reshape(x["lengths"].shape),
+    )  # fmt: skip
     x = {name: a for name, a in x.items() if a is not None}
     _refuse_spread({n: a for n, a in x.items() if n != "stored"}, axis)
-    out, lse = _on_device(static, x) if mesh is None else _on_mesh(static, mesh, x, _Specs(stored))
+    return Call(static, mesh, x, stored)
+
+
+def _run(call, return_residual):
+    _check.flag(return_residual, "return_residual")
+    static, x = call.static, call.arrays
+    if call.mesh is None:
+        out, lse = _on_device(static, x)
+    elif 0 in (static.capacity, x["stored"][0].shape[0], *x["query"].shape):
+        out, lse = _without_devices(static, x)
+    else:
+        out, lse = _on_mesh(static, call.mesh, x, _Specs(call.specs))
     return (out, lse) if return_residual else out
+
+
+def _without_devices(static, x):
+    """Where there is nothing to spread. XLA for CPUs crashes on empty arrays that are sharded."""
+    options = dict(
+        mask=x.get("mask"), is_causal=False, score_mod=x.get("score_mod"), logits_soft_cap=static.soft_cap,
+        scale=static.scale if static.scale is not None else x["scale"], sinks=x.get("sinks"), return_residual=True,
+        query_seq_lengths=x.get("query_lengths"), implementation=static.implementation, config=static.config,
+    )  # fmt: skip
+    if static.op == "decode_attention":
+        return decode.decode_attention(x["query"], *x["stored"], x["lengths"], **options)
+    return paged.paged_attention(
+        x["query"], PagedCache(*x["stored"], x["tables"], x["lengths"]), x.get("cu"), **options
+    )
 
 
 def _layout(layout, axis, size):
@@ -282,34 +288,30 @@ def _refuse_spread(arrays, axis):
 
 
 def _on_device(static, x):
+    call = device_call(static, x)
+    out, lse = paged.run(call, implementation=static.implementation, config=static.config, return_residual=True)
+    out, lse = _merged(static.axis, out, lse)
+    shape = x["query"].shape[:-1]
+    return out.astype(x["query"].dtype).reshape(*shape, out.shape[-1]), lse.reshape(shape)
+
+
+def device_call(static, x) -> paged.Call:
+    """What a device attends to: its own keys."""
     device = lax.axis_index(static.axis)
     mask, mod, options = x.get("mask"), x.get("score_mod"), dict(query_seq_lengths=x.get("query_lengths"))
     alone = "cu" not in x and x["query"].shape[-3] == 1
     # The last token sees all that there is: then positions do not matter, nor which tokens a device has.
     plain = mod is None and (mask is None or isinstance(mask, Causal) and alone)
     options |= dict(
-        mask=None if plain else mask,
-        is_causal=False,
-        score_mod=mod,
-        logits_soft_cap=static.soft_cap,
-        scale=static.scale if static.scale is not None else x["scale"],
-        sinks=x.get("sinks"),
-    )
+        mask=None if plain else mask, is_causal=False, score_mod=mod, logits_soft_cap=static.soft_cap,
+        scale=static.scale if static.scale is not None else x["scale"], sinks=x.get("sinks"),
+    )  # fmt: skip
     if static.op == "decode_attention":
-        call, batch = decode._prepare(x["query"], *x["stored"], **options)
+        call = decode.prepare(x["query"], *x["stored"], **options)
     else:
         tables = _own_tables(x["tables"], device, static.place.size, x["stored"][0].shape[0])
-        cache = PagedCache(*x["stored"], tables, x["lengths"])
-        call, batch = paged.prepare(x["query"], cache, x.get("cu"), **options), None
-    out, lse = paged.run(
-        _placed(static, call, x["lengths"].reshape(-1), device, plain),
-        implementation=static.implementation,
-        config=static.config,
-        return_residual=True,
-    )
-    out, lse = _merged(static.axis, out, lse)
-    out = out.astype(x["query"].dtype)
-    return (out, lse) if batch is None else tuple(a.reshape(*batch, *a.shape[1:]) for a in (out, lse))
+        call = paged.prepare(x["query"], PagedCache(*x["stored"], tables, x["lengths"]), x.get("cu"), **options)
+    return _placed(static, call, x["lengths"].reshape(-1), device, plain)
 
 
 def _placed(static, call, lengths, device, plain):
@@ -386,14 +388,12 @@ def _pools(stored, axis):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 3))
-def _on_mesh(static, mesh, x, stored):
-    specs = {name: jax.tree.map(lambda _: P(), a) for name, a in x.items()} | dict(stored=stored.tree)
-
+def _on_mesh(static, mesh, x, specs):
     def out_sharding(found):
         spec = found["query"]
         return P(*spec), P(*spec[:-1])
 
-    return mapped(functools.partial(_on_device, static), mesh, static.axis, x, specs, (P(), P()), out_sharding)
+    return mapped(functools.partial(_on_device, static), mesh, static.axis, x, specs.tree, (P(), P()), out_sharding)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

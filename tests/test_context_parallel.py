@@ -347,6 +347,30 @@ def test_what_varies_is_refused_inside_a_shard_map():
         mapped(np.concatenate([q] * 4), k, v)
 
 
+def test_explain():
+    """What runs on a device is what the call itself is resolved to, without running it."""
+    q, k, v = (jax.ShapeDtypeStruct((2, n, heads, 16), jnp.bfloat16) for n, heads in ((64, 8), (64, 4), (64, 4)))
+    one, mesh, two = jax.ShapeDtypeStruct((2, 1, 8, 16), q.dtype), mesh_of(sp=4), mesh_of(sp=2, tp=4)
+    explain = functools.partial(jattn.explain, axis="sp", mesh=mesh)
+    ring, auto = (explain(q, k, v, op=f"{name}_attention", is_causal=True) for name in ("ring", "sequence"))
+    assert (ring.strategy, ring.reasons["ring"], auto.strategy) == ("ring", "asked for", "ulysses")
+    assert "not ulysses: auto would take it: a device sends 0.75 times what a ring sends" in repr(ring)
+    assert "not ring: a device would send more, in 3 of 3 steps" in repr(auto)
+    assert [(e.on_device.implementation, e.on_device.problem.T) for e in (ring, auto)] == [("xla", 16), ("xla", 64)]
+    assert explain(q, k, v, op="sequence_attention", strategy="allgather").on_device.problem.S == 64
+    hybrid = jattn.explain(q, k, v, op="hybrid_attention", axes=("sp", "tp"), mesh=two)
+    assert "a ring over 'sp', tokens for heads over 'tp'" in repr(hybrid) and hybrid.on_device.problem.N == 2
+    plain, windowed = (explain(one, k, v, op="sequence_decode_attention", local_window_size=w) for w in (None, (9, 0)))
+    assert plain.on_device.problem.op == "decode_attention" and "mosaic" in plain.on_device.refused
+    assert windowed.on_device.problem.op == "sequence_decode_attention" and windowed.strategy == "merge"
+    real = put(mesh, jnp.zeros(q.shape, q.dtype), None, "sp")
+    assert jattn.explain(real, real, real, op="ring_attention", axis="sp").on_device.problem.S == 16
+    with pytest.raises(ValueError, match="query length T=63 must be a multiple of 4"):
+        explain(*[jax.ShapeDtypeStruct((2, 63, 4, 16), q.dtype)] * 3, op="ring_attention")
+    with pytest.raises(ValueError, match="strategy='best' is unknown"):
+        explain(q, k, v, op="sequence_attention", strategy="best")
+
+
 # Linear attention.
 
 
