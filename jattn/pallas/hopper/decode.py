@@ -52,7 +52,7 @@ def _kernel(
     v_smem,  # [streams · stages, slabs of D, 64, 64]
     # barriers; a TMA barrier takes one arrival a copy
     q_ready,  # [streams] TMA
-    q_free,  # [streams] consumer: the queries are in its registers
+    q_free,  # [streams] consumer: it is done with the queries
     k_ready,  # [streams · stages] TMA
     v_ready,  # [streams · stages] TMA
     free,  # [streams · stages] consumer: it is done with the slot's keys and values
@@ -170,14 +170,15 @@ def _consume(x):
     def one_item(item, number, position):
         del number
         plgpu.barrier_wait(x.q_ready.at[x.stream])
-        q = memory.ldmatrix(x.q_smem.at[x.stream], p.H)
-        plgpu.barrier_arrive(x.q_free.at[x.stream])
         low, high = _row_bounds(x, item)
 
         def one_block(i, carry):
             m, total, accumulator = carry
             slot, start = _slot(x, position + i), (item.begin + i) * BLOCK
             plgpu.barrier_wait(x.k_ready.at[slot])
+            # Read anew for each block: ptxas 13.0 gives registers that stay the same through the loop to the weights as
+            # well (seen at D = 64, whose results were wrong from the second block on).
+            q = memory.ldmatrix(x.q_smem.at[x.stream], p.H)
             (s,) = ptx.wgmma_wait_group(0, ptx.wgmma_rs_nt(q, k_matrix.at(slot)))
             if p.modified:
                 scale = x.scale[0] if p.scale is None else p.scale
@@ -193,6 +194,7 @@ def _consume(x):
             return m, total, accumulator
 
         state = lax.fori_loop(0, item.blocks, one_block, softmax.init_state(p.D))
+        plgpu.barrier_arrive(x.q_free.at[x.stream])
         _write(x, item, *state)
         return position + item.blocks
 
