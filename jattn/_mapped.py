@@ -4,7 +4,7 @@ are left to the compiler."""
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jattn._mesh import _sharding, _tuple, find
@@ -52,6 +52,16 @@ def gathered(x, axis, to="varying"):
     return found if to == "invarying" else vary(found, frozenset({axis}))
 
 
+def in_auto_mode(mesh):
+    """The mesh with Auto axes for its Explicit ones; else arrays that know nothing of it would have to."""
+    if not mesh.explicit_axes:
+        return mesh
+    if isinstance(mesh, AbstractMesh):
+        return mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
+    types = (AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=tuple(types))
+
+
 def mapped(body, mesh, axis, x, in_specs, out_specs, out_sharding):
     """`body(x)` on every device of `axis`. `out_sharding(specs)`: that of the results where axes of the mesh are
     Explicit, from the `PartitionSpec` of every array of `x`."""
@@ -59,11 +69,11 @@ def mapped(body, mesh, axis, x, in_specs, out_specs, out_sharding):
     explicit = next((s.mesh for s in types if s.mesh.explicit_axes), None)
     options = dict(in_specs=(in_specs,), out_specs=out_specs, axis_names={axis})
     if explicit is None:
-        return jax.shard_map(body, mesh=mesh, **options)(x)
+        return jax.shard_map(body, mesh=in_auto_mode(mesh), **options)(x)
     axes = explicit.explicit_axes
     specs = jax.tree.map(
         lambda a: P(*jax.typeof(a).sharding.spec, *[None] * (a.ndim - len(jax.typeof(a).sharding.spec))), x
     )
     # The loops inside leave the sharding over other axes to the compiler.
-    body = jax.shard_map(body, mesh=explicit.update_axis_types(dict.fromkeys(axes, AxisType.Auto)), **options)
+    body = jax.shard_map(body, mesh=in_auto_mode(explicit), **options)
     return jax.sharding.auto_axes(body, axes=axes, out_sharding=out_sharding(specs))(x)

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jattn import _dispatch, sequence, sequence_cache
+from jattn._mapped import in_auto_mode
 from jattn._mesh import _sharding
 from jattn.attention import prepare as prepare_attention
 from jattn.decode import prepare as prepare_decode_attention
@@ -136,7 +137,7 @@ def _problem_on_device(find, arrays, mesh, specs, names):
         found.append(find(x))
         return ()
 
-    jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=(), axis_names=set(names))(arrays)
+    jax.shard_map(body, mesh=in_auto_mode(mesh), in_specs=(specs,), out_specs=(), axis_names=set(names))(arrays)
     return found[0]
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jattn import _check, _dispatch, mods
 from jattn._layout import SequenceLayout as SequenceLayout
 from jattn._layout import path
+from jattn._mapped import in_auto_mode
 from jattn._mask import And, Or, parts
 from jattn._mask_rules import Causal, Window
 from jattn._mesh import find, over
@@ -489,10 +489,9 @@ def _on_mesh(static, mesh, x):
     )
     sharding = jax.typeof(x["query"]).sharding
     if not sharding.mesh.explicit_axes:
-        return mapped(mesh=mesh)(x)
+        return mapped(mesh=in_auto_mode(mesh))(x)
     # The loops inside leave the sharding over other axes to the compiler; out has that of the queries.
-    explicit = sharding.mesh.explicit_axes
-    mapped = mapped(mesh=sharding.mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto)))
+    explicit, mapped = sharding.mesh.explicit_axes, mapped(mesh=in_auto_mode(sharding.mesh))
     out_sharding = P(*sharding.spec), P(*sharding.spec[:-1])
     return jax.sharding.auto_axes(mapped, axes=explicit, out_sharding=out_sharding)(x)
 

@@ -269,6 +269,21 @@ def test_a_step_of_serving_inside_a_shard_map():
     hold(jax.jit(mapped)(cache, q, *new, counts), problem(q, k, v, LENGTHS, query_lengths=counts))
 
 
+def test_a_mesh_that_no_array_knows():
+    """Given by name alone, and with Explicit axes, as `jax.make_mesh` makes them."""
+    mesh = jax.make_mesh((2,), ("sp",))
+    assert mesh.explicit_axes
+    q, k, v = draw(2, 2, 16)
+    hold(
+        jattn.sequence_decode_attention(q, k, v, axis="sp", mesh=mesh, return_residual=True),
+        problem(q, k, v, [16, 16]),
+    )
+    hold(
+        jattn.ring_attention(k, k, v, axis="sp", mesh=mesh, is_causal=True, return_residual=True),
+        problem(k, k, v, [16, 16]),
+    )
+
+
 def test_eager_calls_compile_once():
     q, k, v = draw(2, 1, 16)
     attend = functools.partial(jattn.sequence_decode_attention, axis="sp", mesh=mesh_of(sp=2), mask=masks.prefix(3))
@@ -403,7 +418,6 @@ LINEAR = {
     "kda, gates, segments": ("kda", 4, dict(T=96, resets=segments(96, [5, 48]), **RAW), RECURRENT),
     "gated delta rule": ("gated_delta_rule", 8, dict(T=64), RECURRENT),
     "gla": ("gla", 4, dict(T=64, gates="forgetting"), {}),
-    "simple gla, segments": ("simple_gla", 2, dict(T=64, resets=segments(64, [16, 32])), RECURRENT),
 }
 
 
