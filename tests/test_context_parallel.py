@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from benchmarks import communication
 from jattn import linear, masks
+from jattn.reference.spread import Place
 from jattn.sequence import SequenceLayout
 
 LENGTHS = np.array([300, 1, 0, 263], np.int32)
@@ -132,6 +133,20 @@ def test_one_small_message_and_the_same_bits():
     assert len(shards) == 8
     equal(shards[:4], shards[:1] * 4)
     equal(shards[4:], shards[4:5] * 4)
+
+
+def test_places_are_those_of_layouts_and_grow_evenly():
+    """Every token has one slot, in order on its device; with pages in turn two devices differ by one page at most."""
+    for kind, size in [("contiguous", 4), ("striped", 4), ("zigzag", 4), ("zigzag", 3)]:
+        layout = SequenceLayout(kind, size)
+        place = Place(1 if kind == "striped" else 48 // layout.multiple, size, kind == "zigzag")
+        slots, device = np.arange(48 // size), np.arange(size)[:, None]
+        own = np.stack([layout.positions(48, r) for r in range(size)])
+        np.testing.assert_array_equal(place.position(slots, device), own)
+        counts = place.count(np.arange(49), device)
+        np.testing.assert_array_equal(counts, (own[:, None] < np.arange(49)[:, None]).sum(-1))
+    counts = np.asarray(Place(16, 4).count(np.arange(1000), np.arange(4)[:, None]))
+    assert (counts.sum(0) == np.arange(1000)).all() and (np.ptp(counts, axis=0) <= 16).all()
 
 
 # Pages.
