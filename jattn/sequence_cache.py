@@ -355,10 +355,9 @@ def _own_ids(ids, device, pages):
 
 
 def _append_on_device(axis, rotate, x):
-    cache, size, device = x["cache"], lax.axis_size(axis), lax.axis_index(axis)
-    column = jnp.arange(cache.block_tables.shape[1], dtype=jnp.int32)
-    # What others hold is nobody's page here, where nothing is written.
-    tables = jnp.where(column % size == device, _own_ids(paged._int32(cache.block_tables), device, cache.num_pages), -1)
+    cache = x["cache"]
+    # The pages of others have ids out of range here, where nothing is written.
+    tables = _own_ids(paged._int32(cache.block_tables), lax.axis_index(axis), cache.num_pages)
     new = paged.append(**x | dict(cache=dataclasses.replace(cache, block_tables=tables)), rotate=rotate)
     return dataclasses.replace(new, block_tables=cache.block_tables)
 

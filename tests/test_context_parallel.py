@@ -430,8 +430,8 @@ def segments(T, at):
 RECURRENT = dict(mode="recurrent")
 RAW = dict(gate="bounded", qk_l2norm=True, beta_activation="sigmoid")
 LINEAR = {
-    "kda, gates, segments": ("kda", 4, dict(T=96, resets=segments(96, [5, 48]), **RAW), RECURRENT),
-    "gated delta rule": ("gated_delta_rule", 8, dict(T=64), RECURRENT),
+    "kda, segments": ("kda", 4, dict(T=96, gates="slow", qk_l2norm=True, resets=segments(96, [5, 48])), RECURRENT),
+    "gated delta rule, gates": ("gated_delta_rule", 8, dict(T=64, **RAW), RECURRENT),
     "gla": ("gla", 4, dict(T=64, gates="forgetting"), {}),
 }
 
