@@ -13,7 +13,7 @@ take turns on the tensor core, so that one computes exponentials while another m
 product q·k of block i is issued with p·v of block i − 1, whose wait comes after the softmax of block i:
 
     producer     Q K0 | K1 V0 | K2 V1 | … | Q' K0' V(n−1) …
-    consumer     QK0 softmax0 | QK1 PV0, softmax1 under PV0 | … | QK0' PV(n−1), write out under QK0'
+    consumer     QK0 softmax0 | QK1 PV0, softmax1 under PV0 | … | QK0' PV(n−1), write out | …
 
 Thread blocks are persistent: each walks its column of a table made by simulating a dynamic scheduler (`schedule.py`).
 Sources: FlashAttention-3 (Shah et al., 2024) for the overlap and the turns; Milakov and Gimelshein (2018) for the
