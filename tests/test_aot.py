@@ -161,14 +161,14 @@ def test_backward(dims, keys):
     assert found.clean, found
 
 
-FEATURES = [
+BACKWARD_FEATURES = [
     *[(width, keys, name) for width, keys in ((64, 2), (128, 1)) for name in BACKWARD],
     *[(256, 1, name) for name in ("window", "block mask", "dropout", "three at once", "deterministic", "packed")],
 ]
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("width, keys, name", FEATURES)
+@pytest.mark.parametrize("width, keys, name", BACKWARD_FEATURES)
 def test_features_of_the_backward(width, keys, name):
     found = backward_report(width, width, keys, **BACKWARD[name])
     if (name, width) in SPILLS:
