@@ -101,6 +101,20 @@ def test_the_kernel_is_exported_for_cuda_on_a_machine_without_it(name):
     assert kernels(TRANSFORMED[name], "cuda", Q) >= 1
 
 
+OPTIONS = [dict(is_causal=True, deterministic=True), dict(dropout_rate=0.1, dropout_key=jax.random.key(0))]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
+def test_gradients_are_exported_for_cuda_with_64_bit_numbers(options):
+    """Python's integers are 64 bits wide there, the kernels' indices 32."""
+
+    def loss(q):
+        return jattn.attention(q, q, q, implementation="mosaic", **options).astype(jnp.float32).sum()
+
+    with jax.enable_x64(True):
+        assert kernels(jax.grad(loss), "cuda", Q) == 2
+
+
 def occurrences(jaxpr, primitive):
     inner = (getattr(x, "jaxpr", x) for e in jaxpr.eqns for x in jax.tree.leaves(e.params) if hasattr(x, "eqns"))
     here = sum(equation.primitive.name == primitive for equation in jaxpr.eqns)

@@ -210,7 +210,7 @@ def rank_of(x, tile, i, block):
     if x.plan.listed:
         return list_entry(x.ranks, tile.batch, tile.head, tile.number, i)
     row = jnp.minimum(tile.batch, x.ranks.shape[0] - 1)
-    rank = x.ranks[row, lax.div(tile.rows_start, i32(x.plan.config.block_q)) + block] - tile.number
+    rank = x.ranks[row, lax.div(i32(tile.rows_start), i32(x.plan.config.block_q)) + block] - tile.number
     return rank if tile.keys is None else jnp.where(tile.keys > 0, rank, 0)  # a tile of nothing waits for nobody
 
 

@@ -37,7 +37,7 @@ def mask_columns(s: jax.Array, low: jax.Array | None, high: jax.Array | None) ->
         keep = keep if high is None else keep & (column < high.reshape(-1, 1))
         keep = keep if low is None else keep & (column >= low.reshape(-1, 1))
         return jnp.where(keep, s, -jnp.inf)
-    bounds = [x for x in (low, high) if x is not None]
+    bounds = [jnp.asarray(x, jnp.int32) for x in (low, high) if x is not None]  # 64 bits wide under x64
 
     layouts = [ptx.ROW if x.ndim else ptx.SCALAR for x in bounds]
 
