@@ -131,8 +131,7 @@ BACKWARD = {
 
 # A few bytes, wherever the compiler was sent so far: with dp formed early or late, in slices of 8, 16 or 32 columns.
 SPILLS = {
-    ("block mask", 64), ("three at once", 128), ("deterministic", 64), ("packed", 256), ("packed, deterministic", 64),
-    ("packed, deterministic", 128),
+    ("block mask", 64), ("three at once", 128), ("deterministic", 64), ("packed", 256), ("packed, deterministic", 128),
 }  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def check(name, kernels, dims=(64, 64)):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_emulated(name, monkeypatch, capfd):
-    for _ in mosaic.emulated(monkeypatch, detect_races=False):
+    for _ in mosaic.emulated(monkeypatch):
         check(name, attention)
     assert "RACE" not in capfd.readouterr().out
 

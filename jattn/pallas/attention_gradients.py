@@ -75,7 +75,7 @@ def _plan(arrays, context, options):
     dropout = options.dropout_threshold > 0
     config = configs.backward_config(
         H, D, features=sum(features) + dropout, modifier=options.mod is not None, dropout=dropout,
-        deterministic=options.deterministic,
+        deterministic=options.deterministic, packed=packed,
     )  # fmt: skip
     blocks = T // config.block_q + sequences + 3 if packed else -(-T // config.block_q)
     plan = Plan(

@@ -106,7 +106,7 @@ class BackwardConfig:
 
 def backward_config(
     head_dim: int, value_dim: int, *, features: int = 0, modifier: bool = False, dropout: bool = False,
-    deterministic: bool = False,
+    deterministic: bool = False, packed: bool = False,
 ) -> BackwardConfig:  # fmt: skip
     """The config of the backward kernel.
 
@@ -117,7 +117,7 @@ def backward_config(
     if widths not in ({64}, {128}):
         return BackwardConfig(keys=64)
     if widths == {64}:
-        small = modifier or dropout or features >= 3
+        small = modifier or dropout or features >= 3 or (deterministic and packed)
         return BackwardConfig(block_q=64 if small else 128, separate=features > 0 and not small)
     return BackwardConfig(block_q=64, separate=modifier or dropout or features >= 3)
 

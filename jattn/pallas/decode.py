@@ -91,10 +91,10 @@ def _divided(part, arrays, own_pages: bool):
 
     def one(head, *operands):
         arrays = jax.tree.unflatten(structure, operands)
-        return part(partition._with_own_keys(arrays, head[0], group))
+        return part(partition.with_own_keys(arrays, head[0], group))
 
     axes = [("n",), *(letters[path[0].name] for path, _ in leaves)]
-    return partition._cut(one, axes, partition._RESULTS)(jnp.arange(heads, dtype=jnp.int32), *operands)
+    return partition.cut(one, axes, partition.RESULTS)(jnp.arange(heads, dtype=jnp.int32), *operands)
 
 
 def choose(problem, config) -> DecodeConfig:

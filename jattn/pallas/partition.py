@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 _FIXED = {
     "query": ("b", None, "n", None), "key": ("b", None, "k", None), "value": ("b", None, "k", None), "sinks": ("n",),
 }  # fmt: skip
-_RESULTS = (("b", None, "n", None), ("b", None, "n"))
+RESULTS = (("b", None, "n", None), ("b", None, "n"))
 
 
 def divided(forward: Callable, arrays, context):
@@ -33,10 +33,10 @@ def divided(forward: Callable, arrays, context):
 
     def part(batch_index, head, *operands):
         arrays, context = jax.tree.unflatten(structure, operands)
-        return forward(_with_own_keys(arrays, head[0], group), _from(context, batch_index, head))
+        return forward(with_own_keys(arrays, head[0], group), _from(context, batch_index, head))
 
     axes = [("b",), ("n",), *_axes(arrays, context)]
-    return _cut(part, axes, _RESULTS)(*_numbers(batch, heads), *operands)
+    return cut(part, axes, RESULTS)(*_numbers(batch, heads), *operands)
 
 
 def divided_backward(backward: Callable, arrays, context, saved):
@@ -51,7 +51,7 @@ def divided_backward(backward: Callable, arrays, context, saved):
     rows = [("b", None, "n", None)[: x.ndim] for x in jax.tree.leaves(saved)]
     axes = [("b",), ("n",), *_axes(arrays, context), *rows]
     results = tuple(_FIXED[name] for name in ("query", "key", "value"))
-    return _cut(part, axes, results)(*_numbers(batch, heads), *operands)
+    return cut(part, axes, results)(*_numbers(batch, heads), *operands)
 
 
 def _numbers(*counts) -> list:
@@ -64,7 +64,7 @@ def _from(context, batch_index, head):
     return dataclasses.replace(context, origin=here if context.origin is None else context.origin + here)
 
 
-def _with_own_keys(arrays, head, group):
+def with_own_keys(arrays, head, group):
     """Leaves out the key heads of other devices, where there are fewer key heads than devices and each holds all."""
     mine, keys = arrays.query.shape[2], arrays.key.shape[2]
     if mine == keys * group:
@@ -93,7 +93,7 @@ def _axes(arrays, context) -> list[tuple]:
     return [letters(path, x) for path, x in leaves]
 
 
-def _cut(function: Callable, operands, results) -> Callable:
+def cut(function: Callable, operands, results) -> Callable:
     """`function` with operands and results of these letters as an operation that the compiler may cut along them."""
 
     @custom_vmap
@@ -109,10 +109,10 @@ def _cut(function: Callable, operands, results) -> Callable:
 
     @call.def_vmap
     def map_over(size, mapped, *arrays):
-        letter = f"v{len(results[0]) - len(_RESULTS[0])}"
+        letter = f"v{len(results[0]) - len(RESULTS[0])}"
         over = jax.vmap(function, [0 if m else None for m in mapped])
         longer = [(letter, *axes) if m else axes for axes, m in zip(operands, mapped, strict=True)]
-        out = _cut(over, longer, [(letter, *axes) for axes in results])(*arrays)
+        out = cut(over, longer, [(letter, *axes) for axes in results])(*arrays)
         return out, (True,) * len(results)
 
     return call
