@@ -298,7 +298,7 @@ def test_only_when_named():
 
 def test_a_config_is_checked():
     call = decode.prepare(Q, KEY, VALUE)
-    assert mosaic.choose(call.problem, None) == mosaic.DecodeConfig(512, tables=False)
+    assert mosaic.choose(call.problem, None) == mosaic.DecodeConfig(1024, tables=False)
     assert mosaic.choose(call.problem, SMALL) == mosaic.DecodeConfig(64, tables=False)
     with pytest.raises(TypeError, match="DecodeConfig"):
         mosaic.choose(call.problem, "fast")
@@ -367,7 +367,7 @@ def test_sequences_and_heads_stay_where_they_are(stand_in, mode):
 # Compiled without a GPU
 
 
-def empty_call(page=None, B=3, T=1, S=1000, N=8, K=2, H=128, D=None, dtype="bfloat16", **options):
+def empty_call(page=None, B=3, T=1, S=1100, N=8, K=2, H=128, D=None, dtype="bfloat16", **options):
     zeros = functools.partial(jnp.zeros, dtype=dtype)
     q, lengths = zeros((B, T, N, H)), jnp.full(B, S, jnp.int32)
     if page is None:
@@ -408,7 +408,7 @@ def test_compiles_for_an_h200(name):
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("page, T", [(None, 1), (16, 3)])
 def test_a_call_is_two_launches_and_gathers_nothing(page, T, devices):
-    call = empty_call(page, B=2, T=T, S=1024)
+    call = empty_call(page, B=2, T=T, S=2048)
     options = dataclasses.replace(call.options, config=mosaic.choose(call.problem, None))
     mesh = Mesh(np.array(aot.devices(devices)), ("x",))
 
@@ -425,7 +425,7 @@ def test_a_call_is_two_launches_and_gathers_nothing(page, T, devices):
 
 # On a GPU
 
-EDGES = np.array([0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000, 1024], np.int32)
+EDGES = np.array([0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 1000, 1023, 1024, 1025, 1088], np.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("is_causal", "local_window_size", "logits_soft_cap"))
@@ -449,7 +449,7 @@ def equal(got, want):
 )
 def test_every_edge_of_pages_blocks_and_splits(page_size, N, K, T, H, D):
     """Against the oracle, with NaN and Inf in what nobody owns; and the contiguous cache bit for bit."""
-    q, k, v = draw(len(EDGES), T, 1024, N, K, H, D, dtype="bfloat16")
+    q, k, v = draw(len(EDGES), T, 1088, N, K, H, D, dtype="bfloat16")
     want = attend(q, caches.poisoned(k, EDGES), caches.poisoned(v, EDGES), EDGES)
     hold(want, problem(q, k, v, EDGES))
     cache = caches.paged(k, v, EDGES, page_size, seed=page_size)
@@ -477,8 +477,8 @@ FEATURES = {
 @pytest.mark.parametrize("name", FEATURES)
 def test_every_feature(name, dtype):
     options, rule, more = FEATURES[name]
-    lengths, counts = np.array([1000, 513, 3, 0], np.int32), np.array([7, 3, 7, 7], np.int32)
-    q, k, v = draw(4, 7, 1000, 8, 2, 64, dtype=dtype)
+    lengths, counts = np.array([1100, 1025, 3, 0], np.int32), np.array([7, 3, 7, 7], np.int32)
+    q, k, v = draw(4, 7, 1100, 8, 2, 64, dtype=dtype)
     p = problem(q, k, v, lengths, rule, query_lengths=counts, **more)
     q = caches.poisoned(q, counts)
     hold(attend(q, k, v, lengths, query_seq_lengths=counts, **options), p)

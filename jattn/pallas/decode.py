@@ -98,8 +98,8 @@ def _divided(part, arrays, own_pages: bool):
 
 
 def choose(problem, config) -> DecodeConfig:
-    """The caller's config, checked, or splits of 512 keys, whatever the call: a choice by its size would show in the
-    bits."""
+    """The caller's config, checked, or splits of 1024 keys, whatever the call: a choice by its size would show in the
+    bits. Splits of 512 cost 3% more: twice the parts to write and to merge."""
     if config is None:
         config = DecodeConfig()
     if not isinstance(config, DecodeConfig):

@@ -32,7 +32,7 @@ class DecodeConfig:
         tables: whether block tables say where the keys are; else sequence b is page b. Dispatch decides.
     """
 
-    split: int = 512
+    split: int = 1024
     tables: bool = True
 
     def __post_init__(self):
