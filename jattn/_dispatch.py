@@ -38,7 +38,10 @@ _TABLE = {
     "sequence_decode_attention": {"xla": "jattn.reference.spread"},
     "sequence_paged_attention": {"xla": "jattn.reference.spread"},
     **{f"linear.{op}": {"xla": "jattn.reference.linear"} for op in _LINEAR},
-    **{f"linear.{op}_step": {"xla": "jattn.reference.linear_step"} for op in _LINEAR},
+    **{
+        f"linear.{op}_step": {"xla": "jattn.reference.linear_step", "mosaic": "jattn.pallas.linear_step"}
+        for op in _LINEAR
+    },
 }
 _BACKENDS = {"cuda": "gpu"}  # platform -> its name as a default backend, where that differs
 
@@ -130,7 +133,9 @@ def resolve(problem: Problem, options: Options, implementation: str | None, conf
 def _options(problem, options, name, config):
     pair = _with_backward(problem, name)
     return dataclasses.replace(
-        options, implementation=name, config=module(problem.op, name).choose(problem, config),
+        options,
+        implementation=name,
+        config=module(problem.op, name).choose(problem, config),
         backward=None if pair == name else _options(problem, options, pair, None),
         sums=None if _with_sums(problem, name) == name else _options(problem, options, _with_sums(problem, name), None),
     )

@@ -131,8 +131,12 @@ def _forward_on(options, rest, arrays, context):
 
 @functools.partial(jax.jit, static_argnums=0)
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _step(options, arrays):
-    return _dispatch.module(f"{options.rule.op}_step", options.implementation).forward(arrays, options)
+def _step(options, step):
+    module = _dispatch.module(f"{options.rule.op}_step", options.implementation)
+    if module.PLATFORM is not None:
+        query = only_on(module.PLATFORM, step.arrays.query, f"implementation={options.implementation!r}")
+        step = dataclasses.replace(step, arrays=dataclasses.replace(step.arrays, query=query))
+    return module.forward(step, options)
 
 
 @_step.__wrapped__.defjvp
