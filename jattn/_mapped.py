@@ -1,14 +1,11 @@
-"""What ops over one axis of a mesh share: how they run on whole arrays, and gather inside a `shard_map`; the other axes
-are left to the compiler."""
+"""What ops over one axis of a mesh share: how they run on whole arrays; the other axes are left to the compiler."""
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jattn._mesh import _sharding, _tuple, find
-from jattn._varying import vary, varying_axes
+from jattn._varying import varying_axes
 
 
 def mesh_for(axis, mesh, arrays):
@@ -35,21 +32,6 @@ def check_same(name, x, axis):
             f"{name} varies over {axis!r}, but all devices need the same: gather it, with "
             f'jax.lax.all_gather(.., {axis!r}, to="invarying")'
         )
-
-
-def gathered(x, axis, to="varying"):
-    """`x` of all devices of `axis`, in a new first axis, by one message. `to`: as in `jax.lax.all_gather`.
-
-    The partitioner keeps arrays that are sharded over its own axes so in an all-reduce, and gathers them for an
-    all-gather (jax 0.11.2). So where it has any, every device adds its part to zeros: twice the bytes.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if all(mesh.shape[name] == 1 for name in mesh.auto_axes):
-        return lax.all_gather(x, axis, to=to)
-    mine = jnp.arange(lax.axis_size(axis), dtype=jnp.int32) == lax.axis_index(axis)
-    parts = jnp.where(mine.reshape(-1, *[1] * x.ndim), x[None], jnp.zeros((), x.dtype))
-    found = lax.psum(parts, axis)
-    return found if to == "invarying" else vary(found, frozenset({axis}))
 
 
 def in_auto_mode(mesh):

@@ -23,9 +23,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jattn._collectives import all_gather, reduce_scatter
 from jattn._layout import SequenceLayout
-from jattn._mask import Mask
-from jattn._mask_rules import Dense, Predicate, Segments
+from jattn._mask import And, Mask, parts
+from jattn._mask_rules import Causal, Dense, Predicate, Segments
 from jattn._problem import Options, accumulator
 from jattn._tile import Grid
 from jattn._varying import vary, varying_axes
@@ -116,6 +117,7 @@ class Shard:
         self.pieces = self.layout.pieces
         self.rows = T // self.pieces  # of a piece
         self.T, self.S = (n * self.layout.size for n in (T, keys.key.shape[1]))
+        self.terms = parts(context.mask) if context.mask is not None else []
         self.index = jnp.int32(0) if plan.axis is None else lax.axis_index(plan.axis)
         self.dtype = accumulator(arrays.query.dtype)
         self.axes = varying_axes((arrays, context, keys))
@@ -139,7 +141,7 @@ class Shard:
         way, state = self.plan.path, self._start()
 
         def step(keys, state, distance, shift):
-            see = functools.partial(self._see, state, keys, self._source(distance))
+            see = functools.partial(self._see, state, keys, distance)
             (keys,), state = self._while_working(see, (keys, shift))
             return keys, state
 
@@ -147,7 +149,7 @@ class Shard:
             keys, state = _repeat(
                 count, lambda n, c, i=i, shift=shift: step(*c, way[i] + n * shift, shift), (keys, state)
             )
-        return self._see(state, keys, self._source(way[-1])), keys
+        return self._see(state, keys, way[-1]), keys
 
     def backward(self, keys, out, lse, dout, dlse):
         """Gradients of every array, in the accumulator's dtype."""
@@ -165,11 +167,11 @@ class Shard:
         back = [-shift for shift in _differences(way)]  # back[m]: from way[m + 1] to way[m]
 
         def step(keys, sums, totals, distance, keys_shift, sums_shift):
-            work = functools.partial(see, totals, keys, self._source(distance))
+            work = functools.partial(see, totals, keys, distance)
             (keys, sums), (totals, own) = self._while_working(work, (keys, keys_shift), (sums, sums_shift))
             return keys, _add(sums, own), totals
 
-        work = functools.partial(see, totals, keys, self._source(way[last]))
+        work = functools.partial(see, totals, keys, way[last])
         if not last:
             return work()
         (keys,), (totals, sums) = self._while_working(work, (keys, back[last - 1]))
@@ -179,12 +181,13 @@ class Shard:
             keys, sums, totals = _repeat(
                 count, lambda n, c, d=distance, pair=pair: step(*c, d + n * pair[0], *pair), (keys, sums, totals)
             )
-        work = functools.partial(see, totals, keys, self._source(0))
+        work = functools.partial(see, totals, keys, 0)
         (sums,), (totals, own) = self._while_working(work, (sums, back[0]))
         return totals, _add(sums, own)
 
     def _source(self, distance):
-        return (self.index - distance) % self.layout.size
+        """The device `distance` before this one; None of None, which is all."""
+        return None if distance is None else (self.index - distance) % self.layout.size
 
     def _while_working(self, work, *moves):
         """`(arrived, work())`: each `(tree, shift)` of `moves` comes from the device `shift` before this one meanwhile.
@@ -205,19 +208,19 @@ class Shard:
         return lax.ppermute(x, self.plan.axis, [(r, (r + shift) % size) for r in range(size)])
 
     def _over_gathered(self, see, state, keys):
-        """`see(state, keys, source)` for the keys of all devices: in one call where their order can be restored."""
+        """`see(state, keys, distance)` for the keys of all devices: in one call where their order can be restored."""
         everyone = self._gather(keys)
         if self.layout.stride == 1:
             return see(state, jax.tree.map(self._natural, everyone, Keys(1, 1, (3,) * len(keys.ids))), None)
 
         def step(source, state):
-            return see(state, jax.tree.map(lambda x: x[source], everyone), source)
+            return see(state, jax.tree.map(lambda x: x[source], everyone), self.index - source)
 
         return lax.fori_loop(0, self.layout.size, step, state)
 
     def _gather(self, keys):
         """The keys of all devices, in a new first axis."""
-        return _apart(_together(lambda x: lax.all_gather(x, self.plan.axis), keys), keys)
+        return _apart(_together(lambda x: all_gather(x, self.plan.axis), keys), keys)
 
     def _natural(self, x, axis):
         """`[P, ..., tokens, ...]` in natural order, tokens at `axis` of the result."""
@@ -237,19 +240,83 @@ class Shard:
 
             def step(source, state):
                 totals, sums = state
-                totals, own = see(totals, jax.tree.map(lambda x: x[source], everyone), source)
+                totals, own = see(totals, jax.tree.map(lambda x: x[source], everyone), self.index - source)
                 return totals, [x.at[source].set(o) for x, o in zip(sums, own, strict=True)]
 
             sums = [self._zeros((size, *x.shape)) for x in (keys.key, keys.value)]
             totals, sums = lax.fori_loop(0, size, step, (totals, sums))
         both = jnp.concatenate(sums, -1)
-        both = lax.psum_scatter(both, self.plan.axis, scatter_dimension=0)
+        both = reduce_scatter(both, self.plan.axis)
         return totals, jnp.split(both, [sums[0].shape[-1]], -1)
+
+    # Rectangles where the order of tokens decides alone: one for the keys of a device.
+
+    def _in_order(self, distance) -> bool:
+        """Whether a causal mask and segments are all there is, or less, over the two pieces of a zigzag layout.
+
+        A device's tokens are in order. Its first piece lies before both pieces of any device after it, its second piece
+        behind both: there the second piece of the queries sees all keys, here all queries the first piece of the keys.
+        One rectangle then does the work of four, without sums in float32 to cut out and put back.
+        """
+        a, c, o = self.arrays, self.context, self.options
+        plain = a.bias is None and o.mod is None and not o.dropout_threshold and c.query_lengths is None
+        same = self.pieces == 2 and self.T == self.S and o.query_offset == 0 and c.query_offset is None
+        known = all(isinstance(m, And | Causal | Segments) for m in self.terms)
+        return distance is not None and plain and same and known
+
+    def _over_ordered(self, distance, see, state):
+        """`see(queries, keys, causal, state)`, given the ranges of this device's queries and of the other's keys."""
+        queries, keys = (slice(0, n // self.layout.size) for n in (self.T, self.S))
+        if not any(isinstance(m, Causal) for m in self.terms):
+            return see(queries, keys, False, state)
+        own = functools.partial(see, queries, keys, True)
+        before = functools.partial(see, queries, slice(0, keys.stop // 2), False)
+        after = functools.partial(see, slice(queries.stop // 2, queries.stop), keys, False)
+        source = self._source(distance)
+        if not isinstance(distance, int):
+            case = jnp.where(source == self.index, 0, jnp.where(source < self.index, 1, 2))
+            return lax.switch(case, (own, before, after), state)
+        return own(state) if distance == 0 else lax.cond(source < self.index, before, after, state)
+
+    def _ordered(self, queries, keys, causal, held):
+        """`(arrays, context)` of such a rectangle."""
+        ids = iter(held.ids)
+        segments = [
+            Segments(m.query_ids[:, :, queries], next(ids)[..., keys]) for m in self.terms if isinstance(m, Segments)
+        ]
+        masks = [Causal()] * causal + segments
+        arrays = dataclasses.replace(
+            self.arrays, query=self.arrays.query[:, queries], key=held.key[:, keys], value=held.value[:, keys],
+            sinks=None,
+        )
+        return arrays, dataclasses.replace(
+            self.context, mask=functools.reduce(And, masks) if masks else None, origin=None
+        )
+
+    def _see_ordered(self, held, alone, queries, keys, causal, state):
+        """`state` with these keys in it; without what was before where they are the first."""
+        out, lse, _ = forward_of(self.options, *self._ordered(queries, keys, causal, held), unrounded=True)
+        if not alone:
+            out, lse = merge(tuple(x[:, queries] for x in state), (out, lse))
+        return _put(state[0], out, queries.start), _put(state[1], lse, queries.start)
+
+    def _see_backward_ordered(self, saved, held, queries, keys, causal, totals):
+        """`_see_backward` of such a rectangle."""
+        out, lse, dout, dlse = (x[:, queries] for x in saved)
+        call = (*self._ordered(queries, keys, causal, held), out, lse, jnp.zeros_like(lse))
+        g = backward_of(self.options, call, (dout, dlse))
+        query = _put(totals.query, totals.query[:, queries] + g.query, queries.start)
+        own = [_put(self._zeros(x.shape), y, keys.start) for x, y in ((held.key, g.key), (held.value, g.value))]
+        return self._add_totals(dataclasses.replace(totals, query=query), g, None, None, None), own
 
     # Rectangles: piece i of the queries and piece j of the keys of device `source`; None: of all keys.
 
-    def _see(self, state, keys, source):
-        """`state`, out and lse, with these keys in it."""
+    def _see(self, state, keys, distance):
+        """`state`, out and lse, with the keys of the device `distance` before this one in it; None: of all."""
+        if self._in_order(distance):
+            alone = isinstance(distance, int) and distance == 0 and self.arrays.sinks is None
+            return self._over_ordered(distance, functools.partial(self._see_ordered, keys, alone), state)
+        source = self._source(distance)
 
         def see(i, j, state):
             def attend(partial):
@@ -262,8 +329,11 @@ class Shard:
 
         return self._over_rectangles(source, see, state)
 
-    def _see_backward(self, saved, totals, keys, source):
+    def _see_backward(self, saved, totals, keys, distance):
         """`totals` with what comes from these keys in it, and the gradients of these keys and values."""
+        if self._in_order(distance):
+            return self._over_ordered(distance, functools.partial(self._see_backward_ordered, saved, keys), totals)
+        source = self._source(distance)
         columns = self._columns(source)
 
         def see(i, j, state):
@@ -487,7 +557,11 @@ def _piece(x, i, length, axis=1):
 
 
 def _put_piece(x, i, piece):
-    return piece if piece.shape == x.shape else lax.dynamic_update_slice_in_dim(x, piece, i * piece.shape[1], 1)
+    return _put(x, piece, i * piece.shape[1])
+
+
+def _put(x, part, start):
+    return part if part.shape == x.shape else lax.dynamic_update_slice_in_dim(x, part, start, 1)
 
 
 def _differences(numbers):

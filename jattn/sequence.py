@@ -24,7 +24,7 @@ from jattn._mesh import find, over
 from jattn._problem import Context, Differentiable, Options, Problem, accumulator
 from jattn._ring import Plan, attend, map_mask
 from jattn._tile import Shape
-from jattn._ulysses import Exchange, all_to_all
+from jattn._ulysses import Exchange, counts_heads
 from jattn._varying import vary, varying_axes
 from jattn.attention import _operations, _slope_operations
 
@@ -338,18 +338,16 @@ class _ShardShape(Shape):
 
 
 def _on_device(static, x):
-    plan, arrays, context, _ = _planned(static, x)
-    ring, ulysses = static.axes
+    plan, arrays, context, change, _ = _planned(static, x)
     out, lse = attend(plan, arrays, context)
-    if ulysses is not None:
-        order = SequenceLayout("contiguous", 1) if ring is not None else static.layout or plan.layout
-        out, lse = (all_to_all(order.shard(a, 1), ulysses, 1, 2) for a in (out, lse))
+    if change is not None:
+        out, lse = (change.tokens_for_heads(a, 2, 1) for a in (out, lse))
     batch = x["query"].shape[:-3]
     return tuple(a.reshape(*batch, *a.shape[1:]) for a in (out, lse))
 
 
 def _planned(static, x):
-    """What a device computes by, from which arrays, and what dispatch was asked."""
+    """What a device computes by, from which arrays, how they were exchanged, and what dispatch was asked."""
     ring, ulysses = static.axes
     size = [1 if a is None else lax.axis_size(a) for a in static.axes]
     *batch, T, N, H = x["query"].shape
@@ -374,12 +372,14 @@ def _planned(static, x):
         query_lengths=x["query_lengths"],
     )
     arrays, context = vary((arrays, context), varying_axes((arrays, context)) | set(static.names))
+    change = None
     if ulysses is not None:
-        restore = layout.unshard if ring is None else lambda x, axis: x
-        arrays, context = Exchange(ulysses, T, arrays.query.shape[2], restore).to_heads(arrays, context, mod)
-        layout = layout if ring is not None else SequenceLayout("contiguous", 1)
+        one, count = SequenceLayout("contiguous", 1), counts_heads(context.mask, mod, static.dropout_threshold > 0)
+        change = Exchange.of(ulysses, layout if ring is None else one, T, N, arrays.key.shape[2], count)
+        arrays, context = change.to_heads(arrays, context, mod)
+        layout = one if ring is None else layout
     plan, problem = _plan(static, layout, arrays, context, mod, static_offset)
-    return plan, arrays, context, problem
+    return plan, arrays, context, change, problem
 
 
 def _plan(static, layout, arrays, context, mod, offset) -> tuple[Plan, Problem]:

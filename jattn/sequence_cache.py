@@ -14,8 +14,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jattn import _check, _dispatch, decode, mods, paged
+from jattn._collectives import gather_copies
 from jattn._layout import SequenceLayout
-from jattn._mapped import check_same, check_sharding, gathered, mapped, mesh_for
+from jattn._mapped import check_same, check_sharding, mapped, mesh_for
 from jattn._mask_rules import Causal
 from jattn.paged import PagedCache
 from jattn.partials import merge
@@ -339,7 +340,7 @@ def _placed(static, call, lengths, device, plain):
 def _merged(axis, out, lse):
     """Attention over the keys of all devices, the same bits on each: all merge in the order of the axis."""
     message = jnp.concatenate([out.astype(lse.dtype), lse[..., None]], -1)
-    every = gathered(message, axis, to="invarying")
+    every = gather_copies(message, axis, to="invarying")
     return merge(*((every[i, ..., :-1], every[i, ..., -1]) for i in range(every.shape[0])))
 
 

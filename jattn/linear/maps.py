@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn import _check
+from jattn._collectives import gather_copies
 from jattn._linear import RULES
-from jattn._mapped import gathered
 from jattn._problem import accumulator
 from jattn.linear._call import describe
 from jattn.linear._run import run
@@ -140,7 +140,7 @@ def entering_state(own: AffineMap, axis: str, state=None):
     found = jnp.zeros_like(own.offset) if state is None else state.astype(own.offset.dtype)
     found = found + jnp.zeros_like(own.offset)  # varies as the maps do
     matrix = own.matrix[..., None] if own._diagonal else own.matrix
-    every = gathered(jnp.concatenate([matrix, own.offset], axis=-1), axis)
+    every = gather_copies(jnp.concatenate([matrix, own.offset], axis=-1), axis)
     me, width = lax.axis_index(axis), matrix.shape[-1]
 
     def step(found, xs):
