@@ -164,7 +164,10 @@ def _sent(kind, line):
     if kind == "collective-permute":
         return size
     group = _group(line)
-    return size * (group - 1) if kind == "reduce-scatter" else size * (group - 1) // group
+    if kind == "reduce-scatter":
+        return size * (group - 1)
+    # An all-reduce scatters the sums and then gathers them.
+    return size * (group - 1) * (2 if kind == "all-reduce" else 1) // group
 
 
 def _group(line):

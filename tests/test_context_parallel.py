@@ -238,7 +238,7 @@ def test_heads_stay(mode):
     with jax.set_mesh(mesh):
         program = jax.jit(attend).lower(*x, jnp.asarray(LENGTHS)).compile()
         out, lse = program(*x, jnp.asarray(LENGTHS))
-    sent = 3 * 4 * 3 * 2 * (16 + 1) * 4  # one way; an all-reduce sends as much back
+    sent = 2 * 3 * 4 * 3 * 2 * (16 + 1) * 4  # an all-reduce sends as much back
     assert communication.executed(program.as_text()) == collections.Counter({("all-reduce", sent): 1})
     assert out.sharding.is_equivalent_to(x[0].sharding, 4)
     hold((out, lse), problem(q, k, v, LENGTHS))
@@ -502,7 +502,7 @@ def test_linear_heads_stay(mode):
     for name, got, truth, yard in zip(("out", "state"), (out, final), (want, last[-1]), one, strict=True):
         compare.check(name, got, truth, [np.asarray(yard)], np.float32)
     sent = communication.executed(program.as_text())
-    maps, last = (2 * 2 * 8 * columns * 4 for columns in (12 + 1, 12))
+    maps, last = (2 * 2 * 2 * 8 * columns * 4 for columns in (12 + 1, 12))
     assert sent == {("all-reduce", maps): 1, ("all-reduce", last // 2): 1}
     assert out.sharding.is_equivalent_to(x[2].sharding, 4)
 

@@ -162,6 +162,12 @@ def test_the_error_does_not_grow_with_the_devices(devices, dtype):
     check(_case(is_causal=True, heavy=True, T=128, S=128, dtype=dtype), "ring", "contiguous", devices)
 
 
+def test_runs_of_heads():
+    """A device has heads of two runs, with their sinks, biases and masks."""
+    case = _case(is_causal=True, sinks=True, mask="dense", bias="BNTS", G=3, K=4)
+    check(case, "ulysses", "zigzag", 2)
+
+
 @pytest.mark.parametrize("strategy", ["allgather", "ulysses", "hybrid"])
 def test_eight_devices(strategy):
     case = _case(is_causal=True, segments="sorted", sinks=True, dtype="bfloat16", G=4, K=2)
@@ -259,6 +265,14 @@ def test_the_others_send_what_is_modelled(strategy, devices):
     found = communication.executed(compiled(strategy, devices, backward=True).as_text())
     want = [m for backward in (False, True) for m in communication.messages(strategy, call, devices, backward)]
     assert found == collections.Counter((m.kind, m.bytes) for m in want)
+
+
+def test_an_all_reduce_sends_everything_twice():
+    """Sums to the one that has them, and from there to all: 2 · (P - 1) / P of the array."""
+    mesh = mesh_of(sp=4)
+    sums = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "sp"), mesh=mesh, in_specs=P("sp"), out_specs=P()))
+    program = sums.lower(jax.ShapeDtypeStruct((64,), np.float32, sharding=NamedSharding(mesh, P("sp")))).compile()
+    assert communication.executed(program.as_text()) == {("all-reduce", 2 * 3 * 4 * 4): 1}
 
 
 @pytest.mark.parametrize("kind, window, way", [("contiguous", (16, 0), (0, 1)), ("zigzag", (8, 0), (0, 1, -1))])
@@ -486,6 +500,40 @@ def test_data_sequence_and_tensor_axes(mode):
     (_, want), wanted = alone(q, k, v)
     for got, one in zip((out, *gradients), (want, *wanted), strict=True):
         np.testing.assert_allclose(layout.unshard(np.asarray(got)), one, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "mode, strategy", [*((AxisType.Auto, s) for s in ("allgather", "ulysses", "hybrid")), (AxisType.Explicit, "hybrid")]
+)
+def test_heads_of_another_axis_do_not_travel(mode, strategy):
+    """All that is sent is what the model says of a device's own heads, by permutes, and sums for gradients of sinks."""
+    q, k, v = cases.qkv(1, 64, 64, N=16, K=8)
+    sinks = np.linspace(-1, 1, 16, dtype=np.float32)
+    two = strategy == "hybrid"
+    names, where = (("ring", "near"), dict(axes=("ring", "near"))) if two else ("sp", dict(axis="sp"))
+    mesh = mesh_of(mode, **(dict(ring=2, near=2) if two else dict(sp=4)), heads=2)
+    layout, spec = SequenceLayout("zigzag", 2 if two else 4), P(None, names, "heads")
+
+    def step(attend, q, k, v, sinks, dout):
+        out, pull = jax.vjp(lambda *x: attend(*x[:3], sinks=x[3], is_causal=True), q, k, v, sinks)
+        return out, *pull(dout)
+
+    with jax.set_mesh(mesh):
+        x = [jax.device_put(layout.shard(a), NamedSharding(mesh, spec)) for a in (q, k, v, q)]
+        x.insert(3, jax.device_put(sinks, NamedSharding(mesh, P("heads"))))
+        attend = functools.partial(OPS[strategy], layout=layout, **where)
+        program = jax.jit(functools.partial(step, attend)).lower(*x).compile()
+        got = program(*x)
+    assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
+    sent = communication.executed(program.as_text())
+    call = communication.Call(S=64, N=8, K=4, H=16, itemsize=4)
+    want = [m for b in (False, True) for m in communication.messages(strategy, call, 4, backward=b, heads=2)]
+    assert {kind for kind, _ in sent} == {"collective-permute", "all-reduce"}
+    assert sum(n * count for (kind, n), count in sent.items() if kind != "all-reduce") == sum(m.bytes for m in want)
+    assert all(n <= 2 * 8 * 4 for kind, n in sent if kind == "all-reduce")
+    alone = step(jattn.attention, q, k, v, sinks, q)
+    for place, (g, w) in enumerate(zip(got, alone, strict=True)):
+        np.testing.assert_allclose(g if place == 4 else layout.unshard(np.asarray(g)), w, atol=2e-5)
 
 
 def test_inside_a_shard_map_over_all_axes():
