@@ -512,19 +512,6 @@ def test_module_errors():
         layer(x, input_positions=jnp.arange(T))
 
 
-def test_module_refuses_an_autoregressive_cache():
-    refused = pytest.raises(NotImplementedError, match="cannot honour decode=True: .*no autoregressive cache")
-    layer = jattn.nnx.MultiHeadAttention(4, FEATURES, rngs=nnx.Rngs(0))
-    with refused:
-        jattn.nnx.MultiHeadAttention(4, FEATURES, decode=True, rngs=nnx.Rngs(0))
-    with refused:
-        layer(sequence(), decode=True)
-    with refused:
-        layer.init_cache((2, T, FEATURES))
-    with refused:
-        nnx.view(layer, decode=True, batch_size=2, max_length=T)
-
-
 def test_module_refuses_another_attention_fn():
     with pytest.raises(NotImplementedError, match="cannot honour attention_fn="):
         jattn.nnx.MultiHeadAttention(4, FEATURES, attention_fn=nnx.dot_product_attention, rngs=nnx.Rngs(0))

@@ -23,7 +23,7 @@ LAYERS = (
     ("jattn._mask", "jattn._mask_rules", "jattn.masks", "jattn.mods", "jattn.partials", "jattn.quantize"),
     ("jattn._check", "jattn._dispatch"),
     ("op", "jattn._ring", "jattn._ulysses"),
-    ("jattn._flax", "jattn.nnx", "jattn.linen"),
+    ("jattn._flax", "jattn._flax_cache", "jattn.nnx", "jattn.linen"),
     ("jattn", "jattn.__main__"),
 )
 

@@ -24,9 +24,7 @@ class CachedLayer(nnx.Module):
         if decode is None:
             return
         self.decode = decode
-        if decode and not self.has_cache() and batch_size is not None and max_length is not None:
-            batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
-            self.init_cache((*batch, max_length, self.in_features))
+        init_absent_cache(self, batch_size, max_length)
 
     def decoding(self, decode):
         """Whether this call reads and writes the cache."""
@@ -51,7 +49,19 @@ class CachedLayer(nnx.Module):
 
     def cache_dtype(self, dtype):
         """The dtype of cached rows: that of the layer's own projections."""
-        return jnp.dtype(next(x for x in (dtype, self.dtype, self.param_dtype) if x is not None))
+        return cache_dtype(dtype, self)
+
+
+def cache_dtype(dtype, layer):
+    """The dtype of cached rows: that of the layer's own projections."""
+    return jnp.dtype(next(x for x in (dtype, layer.dtype, layer.param_dtype) if x is not None))
+
+
+def init_absent_cache(layer, batch_size, max_length):
+    """An empty cache for a layer that is to decode and has none, if its size is known."""
+    if layer.decode and not layer.has_cache() and batch_size is not None and max_length is not None:
+        batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
+        layer.init_cache((*batch, max_length, layer.in_features))
 
 
 def heads(num_heads, in_features, qkv_features):

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jattn import _flax
-from jattn.nnx._layer import dropout_key
+from jattn import _check, _flax, _flax_cache
+from jattn.nnx._layer import cache_dtype, dropout_key, init_absent_cache
 
 __all__ = ["MultiHeadAttention", "attention_fn", "make_attention_fn"]
 
@@ -132,19 +132,21 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         rope: True, a base, or a mapping of `jattn.rope`'s keywords; rotates queries and keys.
         sinks: True adds a learnt logit per head, initially 0, to each softmax denominator.
         implementation: as in `jattn.attention`.
-        decode: must be false; there is no autoregressive cache.
+        decode: default of the call's argument; `init_cache` makes the cache.
         **flax_options: Flax's other arguments: dtype, param_dtype, dropout_rate, broadcast_dropout, deterministic,
             precision, kernel_init, bias_init, use_bias, normalize_qk, rngs, keep_rngs, the out_ and metadata variants.
 
     Raises:
         ValueError: head counts or feature counts that do not divide.
-        NotImplementedError: `decode` or an `attention_fn`.
+        NotImplementedError: an `attention_fn`.
 
     Example:
         >>> layer = jattn.nnx.MultiHeadAttention(
         ...     num_heads=8, in_features=512, num_kv_heads=2, is_causal=True, local_window_size=(255, 0), rope=True,
         ...     rngs=nnx.Rngs(0))
         >>> y = layer(x, segment_ids=ids)  # x [B, T, 512], ids [B, T]
+        >>> layer.init_cache((B, 4096, 512))
+        >>> y = layer(x, decode=True)  # a prompt, then single tokens
 
     Source: `flax/nnx/nn/attention.py` of Flax 0.12.
     """
@@ -168,7 +170,6 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         **flax_options,
     ):
         _flax.refuse("attention_fn", flax_options.pop("attention_fn", None), "this module is jattn.attention's own")
-        _refuse_decode(decode)
         super().__init__(
             num_heads,
             in_features,
@@ -177,7 +178,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             num_kv_heads,
             in_kv_features,
             attention_fn=attention_fn,
-            decode=False,
+            decode=decode,
             **flax_options,
         )
         self.is_causal = is_causal
@@ -186,6 +187,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.rope = _flax.rope_options(rope)
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else None
         self.implementation = implementation
+        self.paged = False
 
     def __call__(
         self,
@@ -201,6 +203,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         rngs=None,
         sow_weights=False,
         decode=None,
+        seq_lengths=None,
+        block_tables=None,
         out_sharding=None,
         qkv_sharding=None,
     ):
@@ -209,27 +213,46 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         Args:
             inputs_q: `[*B, T, in_features]`.
             inputs_k, inputs_v: `[*B, S, in_kv_features]`; keys default to `inputs_q`, values to `inputs_k`.
-            mask: bool, numbers (nonzero is visible) or a `jattn.masks` rule; arrays broadcast to `[*B, N, T, S]`.
+            mask: bool, numbers (nonzero is visible) or a `jattn.masks` rule; arrays broadcast to `[*B, N, T, S]`. With
+                `decode` S is the room in the cache, and over pages it must be a rule made of positions.
             segment_ids: int `[*B, T]`, or a (query, key) pair `[*B, T]`, `[*B, S]`; a query sees keys of its own
-                segment.
-            is_causal: query t sees keys up to t; None takes the constructor's.
-            input_positions: positions for rope, int `[*B, T]` or a (query, key) pair; None counts from 0.
+                segment. Not with `decode`.
+            is_causal: query t sees keys up to t; None takes the constructor's. With `decode` that always holds.
+            input_positions: positions for rope, int `[*B, T]` or a (query, key) pair; None counts from 0, or from the
+                tokens that are in the cache.
             deterministic: True turns dropout off; None takes the constructor's.
             rngs: `nnx.Rngs` or stream for dropout; None takes the constructor's.
-            sow_weights, decode: must be false.
+            sow_weights: must be false.
+            decode: the tokens follow those in the cache, and are put into it: a prompt, a part of it, or one token at a
+                time, as in Flax. None takes the constructor's.
+            seq_lengths: int `[*B]`, with `decode`: how many of the T tokens of each sequence there are; the others may
+                hold anything, and are not remembered.
+            block_tables: int `[B, W]`, for a cache in pages: entry w of row b is the page of tokens w · page_size and
+                following of sequence b.
             out_sharding, qkv_sharding: for the linear layers.
 
         Returns:
-            `[*B, T, out_features]`.
+            `[*B, T, out_features]`. With `decode` there are no derivatives for few tokens, and what is behind the room
+            in the cache is not kept and has no meaning: `jattn.debug.check_lengths` finds it in `cache_index`.
 
         Raises:
-            ValueError: shapes that do not fit, values without keys, dropout without `deterministic` or without `rngs`.
-            NotImplementedError: `sow_weights`, `decode`, or positions without rope.
+            ValueError, TypeError: shapes and dtypes that do not fit, values without keys, `decode` without a cache,
+                dropout without `deterministic` or without `rngs`.
+            NotImplementedError: `sow_weights`, dropout with `decode`, or positions without rope.
         """
-        _refuse_decode(self.decode if decode is None else decode)
+        decode = _check.flag(bool(self.decode if decode is None else decode), "decode")
+        if not decode and (seq_lengths is not None or block_tables is not None):
+            raise ValueError("seq_lengths and block_tables are for decode=True")
         _flax.refuse("sow_weights", sow_weights or None, "no T x S weights exist that could be sown")
         query, key, value = self._project(inputs_q, inputs_k, inputs_v, qkv_sharding)
         dropout = dropout_key(self, deterministic, rngs)
+        if decode:
+            _flax.refuse("dropout_rate", dropout if dropout is None else self.dropout_rate, "decoding has no dropout")
+            x = self._over_cache(
+                query, key, value, mask=mask, segment_ids=segment_ids, input_positions=input_positions,
+                seq_lengths=seq_lengths, block_tables=block_tables,
+            )  # fmt: skip
+            return self.out(x, out_sharding=out_sharding)
         x = self.attention_fn(
             query,
             key,
@@ -247,14 +270,38 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         )
         return self.out(x, out_sharding=out_sharding)
 
-    def init_cache(self, *args, **kwargs):
-        """Refused: there is no autoregressive cache."""
-        _refuse_decode(True)
+    def init_cache(self, input_shape, dtype=None, *, page_size=None, num_pages=None):
+        """An empty cache: `cached_key`, `cached_value`, and how many tokens there are of each sequence, `cache_index`.
 
-    def set_view(self, deterministic=None, decode=None, **cache):
-        """What `nnx.view` sets: `deterministic`; a true `decode` is refused."""
-        _refuse_decode(decode)
-        super().set_view(deterministic=deterministic)
+        Args:
+            input_shape: `(*batch, max_length, features)`, as in Flax.
+            dtype: of the rows, that of the computation; None is the layer's (Flax's default is float32).
+            page_size, num_pages: for rows in pages `[num_pages, page_size, ..]`, which `block_tables` of the call give
+                to the sequences; max_length means nothing then. Which page is whose, `jattn.PageAllocator` decides.
+
+        `cache_index` is `[*batch]`, so that sequences have lengths of their own; where a state of Flax's module is
+        loaded, it is Flax's scalar.
+
+        Raises:
+            ValueError: a page size that is none, or without a number of pages.
+        """
+        *batch, max_length, _ = input_shape
+        dtype = cache_dtype(dtype, self)
+        made = _flax_cache.empty(batch, max_length, self.num_kv_heads, self.head_dim, dtype, page_size, num_pages)
+        self.cached_key, self.cached_value, self.cache_index = map(nnx.Cache, made)
+        self.paged = page_size is not None
+
+    def has_cache(self):
+        """Whether `init_cache` was called."""
+        return self.cached_key is not None
+
+    def set_view(self, deterministic=None, decode=None, batch_size=None, max_length=None):
+        """What `nnx.view` sets: `deterministic`, `decode`, and an empty cache if there is none."""
+        if deterministic is not None:
+            self.deterministic = deterministic
+        if decode is not None:
+            self.decode = decode
+            init_absent_cache(self, batch_size, max_length)
 
     def _project(self, inputs_q, inputs_k, inputs_v, sharding):
         if inputs_k is None and inputs_v is not None:
@@ -269,6 +316,19 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             query, key = self.query_ln(query), self.key_ln(key)
         return query, key, self.value(inputs_v, out_sharding=sharding)
 
+    def _over_cache(self, query, key, value, *, segment_ids, **call):
+        if not self.has_cache():
+            raise ValueError("decode=True needs a cache: call init_cache((batch, max_length, in_features)) before")
+        query, key, value = dtypes.promote_dtype((query, key, value), dtype=self.dtype)
+        cache = self.cached_key, self.cached_value, self.cache_index
+        out, after = _flax_cache.attend(
+            query, key, value, [x[...] for x in cache], paged=self.paged, precision=self.precision,
+            **self._options(segment_ids), **call,
+        )  # fmt: skip
+        for variable, x in zip(cache, after, strict=True):
+            variable[...] = x
+        return out
+
     def _options(self, segment_ids):
         return dict(
             local_window_size=self.local_window_size,
@@ -278,7 +338,3 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             sinks=None if self.sinks is None else self.sinks[...],
             implementation=self.implementation,
         )
-
-
-def _refuse_decode(decode):
-    _flax.refuse("decode", decode or None, "this module has no autoregressive cache; recompute, or keep your own cache")
