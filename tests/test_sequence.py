@@ -158,8 +158,8 @@ def test_every_feature(name, strategy, kind, devices):
     "dtype, devices", [("bfloat16", 1), ("bfloat16", 2), ("bfloat16", 4), ("bfloat16", 8), ("float32", 8)]
 )
 def test_the_error_does_not_grow_with_the_devices(devices, dtype):
-    """One rule, one constant, however many partial results are merged."""
-    check(_case(is_causal=True, heavy=True, T=128, S=128, dtype=dtype), "ring", "contiguous", devices)
+    """One rule, one constant, however many partial results are merged (and diffusers #14265: gradients of a ring)."""
+    check(_case(is_causal=True, heavy=True, T=1024, S=1024, dtype=dtype), "ring", "contiguous", devices)
 
 
 def test_runs_of_heads():
@@ -282,6 +282,24 @@ def test_a_window_asks_neighbours_only(kind, window, way):
     call = communication.Call(S=128, N=8, K=4, H=16, itemsize=4)
     want = [m for backward in (False, True) for m in communication.messages("ring", call, 8, backward, path=way)]
     assert found == collections.Counter((m.kind, m.bytes) for m in want)
+
+
+def test_dense_masks_and_biases_are_cut_along_their_rows():
+    """A device has its own rows of them and of the gradient, and nothing is sent for them."""
+    mesh, S = mesh_of(sp=8), 272
+    keys, rows = (NamedSharding(mesh, spec) for spec in (P(None, "sp"), P("sp")))
+    x = [jax.ShapeDtypeStruct((1, S, 2, 16), np.float32, sharding=keys)] * 4
+    x += [jax.ShapeDtypeStruct((S, S), dtype, sharding=rows) for dtype in (np.float32, bool)]
+
+    def step(q, k, v, dout, bias, mask):
+        return jax.vjp(lambda *x: jattn.ring_attention(*x, mask, axis="sp", mesh=mesh), q, k, v, bias)[1](dout)
+
+    program = jax.jit(step).lower(*x).compile()
+    found = set(re.findall(r"\[(?:\d+,)*272(?:,\d+)*\]", program.as_text()))
+    assert "[34,272]" in found and not any(shape.count("272") > 1 for shape in found), found
+    sent = communication.executed(program.as_text())
+    assert {kind for kind, _ in sent} == {"collective-permute"} and sent.total() == 7 + 8
+    assert program.output_shardings[3].is_equivalent_to(rows, 2)
 
 
 def test_memory_does_not_know_the_sequence():
@@ -591,13 +609,12 @@ def test_small_heads_with_and_without_jit(devices):
     want = jattn.attention(q, k, v, is_causal=True)
     np.testing.assert_allclose(attend(q, k, v), want, atol=1e-6)
     np.testing.assert_allclose(jax.jit(attend)(q, k, v), want, atol=1e-6)
-    wrap = jax.jit if devices == 2 else lambda f: f
-    got, want = (
-        wrap(jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), (0, 1, 2)))(q, k, v)
-        for f in (attend, functools.partial(jattn.attention, is_causal=True))
-    )
-    for g, w in zip(got, want, strict=True):
-        np.testing.assert_allclose(g, w, atol=1e-5)
+    both = (attend, functools.partial(jattn.attention, is_causal=True))
+    mine, other = (jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), (0, 1, 2)) for f in both)
+    want = jax.jit(other)(q, k, v)
+    for gradient in (mine, jax.jit(mine)):
+        for g, w in zip(gradient(q, k, v), want, strict=True):
+            np.testing.assert_allclose(g, w, atol=1e-5)
 
 
 def test_cotangents_in_another_layout():
