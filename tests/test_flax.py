@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from flax import nnx
+from linear_cases import quick_compiles  # noqa: F401 -- for every test here
 
 import jattn
 import jattn.linen
