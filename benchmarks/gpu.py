@@ -76,6 +76,11 @@ class Time:
 
 def launches(function, inputs, iterations):
     """The kernel times, in ms, of each of `iterations` calls."""
+    return [[ms for _, ms in call] for call in named_launches(function, inputs, iterations)]
+
+
+def named_launches(function, inputs, iterations):
+    """The kernels' names and times, in ms, of each of `iterations` calls."""
     from jax.experimental.mosaic.gpu import profiler
 
     try:
@@ -83,11 +88,10 @@ def launches(function, inputs, iterations):
     except RuntimeError:  # not the same kernels in every call
         if iterations == 1:
             raise
-        return [call for _ in range(iterations) for call in launches(function, inputs, 1)]
+        return [call for _ in range(iterations) for call in named_launches(function, inputs, 1)]
     if not found:
         raise RuntimeError("the profiler saw no kernel")
-    found = [found] if iterations == 1 else found
-    return [[ms for _, ms in call] for call in found]
+    return [found] if iterations == 1 else found
 
 
 def measured(functions, rounds=3):

@@ -6,6 +6,7 @@ the number of devices, and the model of `benchmarks.communication` stands beside
 device computes.
 """
 
+import concurrent.futures
 import functools
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jattn
-from benchmarks import communication, shapes, timing
+from benchmarks import communication, gpu, shapes, timing
 
 SHAPES = (
     shapes.Shape(1, 4096, 4096, 8, 4, 64, 64, causal=True),
@@ -53,23 +54,25 @@ def table(devices):
 
 def measured(shape, inputs, dtype, devices, backward, repeats):
     """The rows of one shape and pass."""
-    alone = step(jattn.attention, shape.options, backward)
-    calls = {ALONE: functools.partial(alone, *inputs)}
-    want = compared(calls[ALONE]())
-    sent, temporary = {}, {ALONE: alone.lower(*inputs).compile().memory_analysis().temp_size_in_bytes}
-    for name in CALLS:
-        strategy, kind = name
+    steps = {ALONE: (step(jattn.attention, shape.options, backward), inputs, None)}
+    for strategy, kind in CALLS:
         if strategy == "ulysses" and shape.N % devices or kind == "striped" and dtype != "float32":
             continue  # no kernel takes every second token
-        function, laid_out, layout = parallel(strategy, kind, devices, shape, inputs, backward)
-        program = function.lower(*laid_out).compile()
-        sent[name] = sum(size * n for (_, size), n in communication.executed(program.as_text()).items())
-        temporary[name] = program.memory_analysis().temp_size_in_bytes
-        calls[name] = functools.partial(program, *laid_out)
-        gate(name, compared(calls[name](), layout), want, dtype)
-    taken = timing.interleaved(calls, repeats)
+        steps[strategy, kind] = parallel(strategy, kind, devices, shape, inputs, backward)
+    programs = compiled(steps)
+    sent = {
+        name: sum(size * n for (_, size), n in communication.executed(program.as_text()).items())
+        for name, program in programs.items() if name != ALONE
+    }  # fmt: skip
+    temporary = {name: program.memory_analysis().temp_size_in_bytes for name, program in programs.items()}
+    calls = {name: functools.partial(program, *steps[name][1]) for name, program in programs.items()}
+    want = compared(calls[ALONE]())
+    for name in sent:
+        gate(name, compared(calls[name](), steps[name][2]), want, dtype)
+    taken = in_a_row(calls, repeats)
     for name, took in taken.items():
         ideal = taken[ALONE] / devices
+        kernels = computing(calls[name], devices if name in sent else 1) if dtype != "float32" else None
         yield {
             "shape": str(shape),
             "dtype": dtype,
@@ -78,12 +81,41 @@ def measured(shape, inputs, dtype, devices, backward, repeats):
             "implementation": name[0],
             "layout": name[1].ljust(10),
             "ms": round(took * 1e3, 3),
+            "kernel_ms": "" if kernels is None else round(kernels, 3),
+            "exposed_ms": "" if kernels is None else round(took * 1e3 - kernels, 3),
             "sent_bytes": sent.get(name, 0),
             "temporary_bytes": temporary[name],
             "times_one_device": round(taken[ALONE] / took, 2),
             "percent_of_ideal": round(100 * ideal / took, 1) if name in sent and dtype != "float32" else "",
             "predicted_ms": predicted(name[0], shape, devices, backward, taken[ALONE]) if name in sent else "",
         }
+
+
+def compiled(steps):
+    """The programs of name -> (function, inputs, _), compiled at the same time."""
+    lowered = {name: function.lower(*inputs) for name, (function, inputs, _) in steps.items()}
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        return dict(zip(lowered, pool.map(lambda x: x.compile(), lowered.values()), strict=True))
+
+
+def in_a_row(calls, repeats):
+    """The median seconds of a call that follows another, as layers of a model do: the next is launched meanwhile."""
+    first = timing.interleaved(calls, 1)
+    count = max(1, min(8, int(0.05 / max(first.values()))))
+
+    def several(call):
+        for _ in range(count):
+            result = call()
+        return result
+
+    taken = timing.interleaved({name: functools.partial(several, call) for name, call in calls.items()}, repeats)
+    return {name: took / count for name, took in taken.items()}
+
+
+def computing(call, devices):
+    """Milliseconds a device computes in one `call` (a functools.partial), NCCL's kernels left out; None: not seen."""
+    calls = gpu.attempt("profiler", lambda: gpu.named_launches(call.func, call.args, 1))
+    return None if calls is None else sum(ms for name, ms in calls[0] if "nccl" not in name.lower()) / devices
 
 
 def step(attention, options, backward):

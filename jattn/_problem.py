@@ -69,6 +69,7 @@ class Options:
     config: Any = None
     stride: int = 1  # of the indices of neighbouring rows, and of neighbouring keys: a piece of a longer sequence
     partial: bool = False  # out and gradients stay in the accumulator's dtype, because others are added to them
+    ordered: bool = False  # of a partial call: its mask asks for the order of its own tokens, not for `Context.origin`
     backward: "Options | None" = None  # the same call on the implementation that lends this one its backward
     sums: "Options | None" = None  # the same call on the implementation whose gradients of scale, bias and aux it has
     elsewhere: "Options | None" = None  # the same call on platforms that this implementation does not lower for

@@ -112,6 +112,7 @@ class Shard:
     def __init__(self, plan, arrays, context, keys):
         self.plan, self.arrays, self.context = plan, arrays, context
         self.layout, self.options = plan.layout, plan.options
+        self.ordered = dataclasses.replace(plan.options, ordered=True)
         self.B, T, self.N, _ = arrays.query.shape
         self.D = keys.value.shape[-1]
         self.pieces = self.layout.pieces
@@ -295,7 +296,7 @@ class Shard:
 
     def _see_ordered(self, held, alone, queries, keys, causal, state):
         """`state` with these keys in it; without what was before where they are the first."""
-        out, lse, _ = forward_of(self.options, *self._ordered(queries, keys, causal, held), unrounded=True)
+        out, lse, _ = forward_of(self.ordered, *self._ordered(queries, keys, causal, held), unrounded=True)
         if not alone:
             out, lse = merge(tuple(x[:, queries] for x in state), (out, lse))
         return _put(state[0], out, queries.start), _put(state[1], lse, queries.start)
@@ -304,7 +305,7 @@ class Shard:
         """`_see_backward` of such a rectangle."""
         out, lse, dout, dlse = (x[:, queries] for x in saved)
         call = (*self._ordered(queries, keys, causal, held), out, lse, jnp.zeros_like(lse))
-        g = backward_of(self.options, call, (dout, dlse))
+        g = backward_of(self.ordered, call, (dout, dlse))
         query = _put(totals.query, totals.query[:, queries] + g.query, queries.start)
         own = [_put(self._zeros(x.shape), y, keys.start) for x, y in ((held.key, g.key), (held.value, g.value))]
         return self._add_totals(dataclasses.replace(totals, query=query), g, None, None, None), own

@@ -126,6 +126,8 @@ def _steering(plan, context, spec, multiprocessors) -> dict:
         if 1 == lists.shape[0] < plan.B and lists.shape[1] == plan.N > 1:
             costs = jnp.tile(costs, (plan.B, 1))
         found["table"] = schedule.deal(costs, pairs // costs.shape[0], section, blocks)
+    elif schedule.known_late(plan) and blocks < pairs * plan.tiles:
+        found["table"] = schedule.deal(_costs(plan, found["sequences"]), plan.N, section, blocks)
     else:
         found["table"] = jnp.asarray(schedule.table(pairs, _static_costs(plan), section, blocks))
     if plan.row_bounds:
@@ -144,6 +146,13 @@ def _static_costs(plan) -> tuple[float, ...]:
     offset, length = plan.offset or 0, plan.S if plan.key_length is None else plan.key_length
     ranges = (plan.block_range(i * plan.config.rows, offset, length, plan.T) for i in range(plan.tiles))
     return tuple(float(end - begin) for begin, end in ranges)
+
+
+def _costs(plan, sequences):
+    """The same at run time, for each sequence: `[B, tiles]`."""
+    row = jnp.arange(plan.tiles, dtype=jnp.int32) * plan.config.rows
+    begin, end = plan.block_range(row, *(sequences[:, i : i + 1] for i in range(3)))
+    return end - begin
 
 
 def _sequences(plan, context, spec):

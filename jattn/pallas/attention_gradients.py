@@ -103,7 +103,10 @@ def _steering(plan, context, spec, multiprocessors):
         if plan.listed:
             found["lists"], found["ranks"], costs = _block_lists(plan, context)
         else:
-            found["ranks"] = _ranks(plan, found["sequences"])
+            begin, end = _ranges(plan, found["sequences"])
+            found["ranks"] = _ranks(plan, begin)
+            late = schedule.known_late(plan) and plan.B * plan.K * plan.tiles > multiprocessors
+            costs = plan.group * (end - begin) if late else None
     if not plan.deterministic:
         found["ranks"] = None
     return found | dict(table=_table(plan, costs, multiprocessors)), rows
@@ -152,12 +155,15 @@ def _by_head(plan, x, fill):
     return jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, plan.rows - plan.T)), constant_values=fill)
 
 
-def _ranks(plan, sequences):
-    """`Inputs.ranks` of ranges: the last tile that visits each block of queries."""
+def _ranges(plan, sequences):
+    """The query blocks `[begin, end)` of every tile, `[B, tiles]` each."""
     first = jnp.arange(plan.tiles, dtype=jnp.int32) * plan.config.keys
-    offset, length = sequences[:, :1], sequences[:, 1:2]
-    begin, _ = plan.block_range(first, offset, length, plan.query_blocks)
-    begin = jnp.broadcast_to(begin, (sequences.shape[0], plan.tiles))
+    both = plan.block_range(first, sequences[:, :1], sequences[:, 1:2], plan.query_blocks)
+    return (jnp.broadcast_to(x, (sequences.shape[0], plan.tiles)) for x in both)
+
+
+def _ranks(plan, begin):
+    """`Inputs.ranks` of ranges: the last tile that visits each block of queries."""
     block = jnp.arange(plan.query_blocks, dtype=jnp.int32)
     return jax.vmap(lambda b: owner(b, block))(begin) - 1
 

@@ -13,7 +13,7 @@ from jattn._tile import Grid
 
 def own_bounds(context, options, spec, queries: int):
     """Context and mask spec with offset and lengths as the piece has them."""
-    if not options.partial:
+    if not options.partial or options.ordered:
         return context, spec
     query, key = context.origin[2], context.origin[3]
     offset = options.query_offset if context.query_offset is None else context.query_offset
@@ -28,7 +28,7 @@ def own_bounds(context, options, spec, queries: int):
 def grid(plan, context, block_q: int, block_k: int) -> Grid:
     """The blocks of the piece within the whole; `context` has the piece's own bounds."""
     offset = plan.offset if context.query_offset is None else context.query_offset.reshape(-1, 1, 1, 1)
-    if not plan.piece:
+    if not plan.piece or context.origin is None:
         return Grid(plan.T, plan.S, block_q, block_k, offset)
     query, key = context.origin[2], context.origin[3]
     return Grid(plan.T, plan.S, block_q, block_k, offset - query + key, (query, key))
