@@ -35,7 +35,9 @@ def _absent(config):
     import jax
 
     if not (_selects(config, "gpu") and jax.default_backend() == "gpu"):
-        yield "gpu"
+        yield from ("gpu", "gpus")
+    elif jax.device_count() < 2:
+        yield "gpus"
     if not all(map(_installed, AOT_PACKAGES)):
         yield "aot"
 

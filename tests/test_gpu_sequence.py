@@ -9,8 +9,8 @@ import test_sequence
 
 import jattn
 
-DEVICES = jax.device_count() if jax.default_backend() == "gpu" else 0
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICES < 2, reason="needs two GPUs")]
+pytestmark = [pytest.mark.gpu, pytest.mark.gpus]
+DEVICES = jax.device_count()
 SHAPE = dict(T=1024, S=1024, G=2, K=2, H=128, D="same", dtype="bfloat16", batch="2", dlse=True)
 CASES = {
     "causal": dict(is_causal=True),

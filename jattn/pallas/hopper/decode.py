@@ -7,8 +7,7 @@ into the 64 rows of a tile, row t · group + g (more tokens are more tiles):
     m, total, p, alpha = online softmax of s
     o = o · alpha + p · v[block]                (tensor core)
 
-and at the end of the item (o / total, lse). Who writes the last one of a sequence, head and tile merges them
-(`decode_merge`); an atomic counter says who that is.
+and at the end of the item (o / total, lse), which `decode_combine` merges over the splits of a sequence.
 
 Pipeline: a thread block has two streams of items, each with a producer warpgroup, which copies q, k and v (TMA, one
 copy a page and slab), and a consumer warpgroup. Nothing overlaps within a stream but copies and arithmetic:
@@ -17,7 +16,7 @@ copy a page and slab), and a consumer warpgroup. Nothing overlaps within a strea
     consumer     QK0 softmax0 PV0 | QK1 softmax1 PV1 …    waits for copies
 
 Floor: every key and value once, at the 4.57 TB/s that reads reach on an H200: 0.470 ms for B64 S8192 K8 H128 (2.15 GB).
-Prediction: 0.485 ms. Parts add 0.8% of traffic, a block costs some 1300 cycles of the 3400 its stream has for it.
+Prediction: 0.485 ms. Partials add 1.5% of traffic, a block costs some 1300 cycles of the 3400 its stream has for it.
 
 Source: Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023).
 """
@@ -28,9 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jattn.pallas._compat import interpreting, kernel, kernel_in_place, mapped_in_turn, pl, plgpu
-from jattn.pallas.hopper import decode_merge, decode_rows, memory, ptx, scores, softmax
-from jattn.pallas.hopper.decode_plan import BLOCK, LOG2E, STREAMS, Inputs, Plan, over_items, sequence_of
+from jattn.pallas._compat import kernel, pl, plgpu
+from jattn.pallas.hopper import decode_rows, memory, ptx, scores, softmax
+from jattn.pallas.hopper.decode_combine import combine
+from jattn.pallas.hopper.decode_plan import BLOCK, LOG2E, STREAMS, Inputs, Plan, over_items
 from jattn.pallas.hopper.lists import i32
 
 _REGISTERS = 192, 64  # a thread of a consumer and of a producer: 128 · 2 · their sum is 65,536
@@ -42,12 +42,9 @@ _REGISTERS = 192, 64  # a thread of a consumer and of a producer: 128 · 2 · th
 def _kernel(
     plan: Plan,
     inputs: Inputs,
-    # outputs (HBM), X = B · splits
-    arrived,  # int32 [B · K · tiles], zeros at first: parts that are there; like these None if there are none
-    out,  # [B, T, K, group, D]
-    lse,  # float32 [B, T, K, group]
-    part_out,  # float32 [X, T, K, group, D]
-    part_lse,  # float32 [X, T, K, group]
+    # outputs (HBM), X = B · splits; out is float32 if they are going to be merged
+    out,  # [X, T, K, group, D]
+    lse,  # float32 [X, T, K, group]
     *,
     # shared memory, in slabs of 64 columns (`ptx.slabs`)
     q_smem,  # [streams, slabs of H, 64, 64]
@@ -59,14 +56,13 @@ def _kernel(
     k_ready,  # [streams · stages] TMA
     v_ready,  # [streams · stages] TMA
     free,  # [streams · stages] consumer: it is done with the slot's keys and values
-    walked=None,  # [1] emulated consumers: their parts are there
 ):
     warpgroup, blocks = lax.axis_index("warpgroup"), lax.axis_size("block")
     stream = lax.rem(warpgroup, i32(STREAMS))
     x = SimpleNamespace(
-        plan=plan, **vars(inputs), arrived=arrived, out=out, lse=lse, part_out=part_out, part_lse=part_lse,
-        q_smem=q_smem, k_smem=k_smem, v_smem=v_smem, q_ready=q_ready, q_free=q_free, k_ready=k_ready, v_ready=v_ready,
-        free=free, walked=walked, block=lax.axis_index("block"), stream=stream, streams=blocks * STREAMS,
+        plan=plan, **vars(inputs), out=out, lse=lse, q_smem=q_smem, k_smem=k_smem, v_smem=v_smem, q_ready=q_ready,
+        q_free=q_free, k_ready=k_ready, v_ready=v_ready, free=free, block=lax.axis_index("block"), stream=stream,
+        streams=blocks * STREAMS,
     )  # fmt: skip
     x.first_item = _first_item(stream, x.block, blocks)
 
@@ -203,8 +199,6 @@ def _consume(x):
         return position + item.blocks
 
     over_items(x, one_item, i32(0))
-    if p.merged and interpreting():
-        _merge_all(x)
 
 
 def _row_bounds(x, item):
@@ -229,107 +223,27 @@ def _clean(x, sequence, slot, start):
 
 
 def _write(x, item, m, total, accumulator):
-    """The item's (out, lse), 0 and −inf where a row sees nothing: the result, or a part of it."""
-    p, alone = x.plan, item.sequence.splits == 1
+    """The item's (out, lse), 0 and −inf where a row sees nothing."""
+    p = x.plan
     total = total.sum(axis=1)
     seen = total > 0
     inverse = jnp.where(seen, 1 / total, 0.0)
     lse = jnp.where(seen, m * (1 / LOG2E) + jnp.log(total), -jnp.inf)
     out = accumulator * lax.broadcast_in_dim(inverse, accumulator.shape, [0])
+    place = item.batch * p.splits + item.split
     row, rows = item.token * p.group, p.tokens * p.group
-
-    def store(out_ref, lse_ref, place):
-        decode_rows.st_global(out_ref, (place, item.head), out.astype(out_ref.dtype), row, rows=rows)
-        decode_rows.st_global_rows(lse_ref, (place, item.head), lse, row, rows=rows)
-
-    def store_result():
-        store(x.out, x.lse, item.batch)
-
-    def store_part():
-        store(x.part_out, x.part_lse, item.batch * p.splits + item.split)
-        tile = lax.div(item.token, i32(p.tokens))
-        entry = (item.batch * p.K + item.head) * p.tiles + tile
-        last = decode_merge.arrive(x.arrived, entry, item.sequence.splits, x.stream)
-        pl.when(last)(lambda: _merge(x, item.batch, item.head, item.token, item.sequence))
-
-    if not p.merged:
-        store_result()
-    elif p.sinks:
-        store_part()
-    else:
-        pl.when(alone)(store_result)
-        pl.when(jnp.logical_not(alone))(store_part)
-
-
-def _merge(x, batch, head, token, sequence):
-    decode_merge.merge(
-        x.part_out, x.part_lse, x.sinks, x.out, x.lse, part=batch * x.plan.splits + sequence.first,
-        count=sequence.splits, batch=batch, head=head, token=token, tokens=x.plan.tokens, queries=sequence.queries,
-    )  # fmt: skip
-
-
-def _merge_all(x):
-    """What the emulation does at the end, where nobody is told to be the last."""
-    p = x.plan
-
-    def one_tile(i, _):
-        batch, inside = lax.div(i, i32(p.K * p.tiles)), lax.rem(i, i32(p.K * p.tiles))
-        sequence = sequence_of(p, x.lengths, x.query_lengths, batch)
-
-        @pl.when((sequence.splits > 1) | p.sinks)
-        def _():
-            _merge(x, batch, lax.rem(inside, i32(p.K)), lax.div(inside, i32(p.K)) * p.tokens, sequence)
-
-    pl.when(x.stream > 0)(lambda: plgpu.barrier_arrive(x.walked))
-
-    @pl.when(x.stream == 0)
-    def _():
-        plgpu.barrier_wait(x.walked)
-        lax.fori_loop(0, p.B * p.K * p.tiles, one_tile, None)
+    decode_rows.st_global(x.out, (place, item.head), out.astype(x.out.dtype), row, rows=rows)
+    decode_rows.st_global_rows(x.lse, (place, item.head), lse, row, rows=rows)
 
 
 # --- host -------------------------------------------------------------------------------------------------------------
 
 
 def launch(plan: Plan, inputs: Inputs, *, multiprocessors: int, interpret=False):
-    """Runs the kernel: `(out [B, T, N, D] in the plan's dtype, lse float32 [B, T, N])`."""
-    if not plan.merged:
-        return _launch(plan, multiprocessors, interpret, inputs)
-
-    def run(inputs):
-        return _launch(plan, multiprocessors, interpret, inputs)
-
-    return mapped_in_turn(run, unrolled=bool(interpret))(inputs)
-
-
-def _launch(plan, multiprocessors, interpret, inputs):
-    items, shape = plan.B * plan.splits * plan.K * plan.tiles, (plan.T, plan.K, plan.group)
-    operands, structure = jax.tree.flatten(inputs)
-
-    def body(*refs, **allocations):
-        read, written = jax.tree.unflatten(structure, refs[: len(operands)]), refs[len(operands) :]
-        written = written if plan.merged else (None, *written, None, None)
-        _kernel(plan, read, *written, **allocations)
-
-    def results(first, dtype):
-        return jax.ShapeDtypeStruct((first, *shape, plan.D), dtype), jax.ShapeDtypeStruct((first, *shape), jnp.float32)
-
-    how = dict(
-        name="jattn_decode", scratch=_scratch(plan, interpret), warpgroups=2 * STREAMS, interpret=interpret,
-        grid={"block": 1 if interpret else min(multiprocessors, items)}, approximate=True,
-    )  # fmt: skip
-    final = results(plan.B, plan.dtype)
-    if plan.merged:
-        parts = results(plan.B * plan.splits, jnp.float32)
-        arrived = jnp.zeros(plan.B * plan.K * plan.tiles, jnp.int32)
-        _, out, lse, *_ = kernel_in_place(body, out_type=(*final, *parts), **how)(operands, [arrived])
-    else:
-        out, lse = kernel(body, out_type=final, **how)(*operands)
-    return out.reshape(plan.B, plan.T, plan.N, plan.D), lse.reshape(plan.B, plan.T, plan.N)
-
-
-def _scratch(plan, interpret) -> dict:
-    stages, copies = STREAMS * plan.stages, BLOCK // plan.page_rows
+    """Runs the kernel and, where there may be something to merge, the one that does: `(out [B, T, N, D] in the plan's
+    dtype, lse float32 [B, T, N])`."""
+    stages, parts = STREAMS * plan.stages, plan.B * plan.splits
+    copies = BLOCK // plan.page_rows
 
     def smem(slots, columns):
         return plgpu.SMEM((slots, ptx.slabs(columns), BLOCK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
@@ -342,6 +256,30 @@ def _scratch(plan, interpret) -> dict:
         v_ready=plgpu.Barrier(num_arrivals=copies * ptx.slabs(plan.D), num_barriers=stages),
         free=plgpu.Barrier(num_barriers=stages),
     )  # fmt: skip
-    if plan.merged and interpret:
-        scratch["walked"] = plgpu.Barrier(num_arrivals=STREAMS - 1)
-    return scratch
+    operands, structure = jax.tree.flatten(inputs)
+
+    def body(*refs, **allocations):
+        read, (out, lse) = jax.tree.unflatten(structure, refs[: len(operands)]), refs[len(operands) :]
+        _kernel(plan, read, out, lse, **allocations)
+
+    shape = parts, plan.T, plan.K, plan.group
+    out, lse = kernel(
+        body,
+        name="jattn_decode",
+        out_type=(
+            jax.ShapeDtypeStruct((*shape, plan.D), jnp.float32 if plan.merged else plan.dtype),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+        ),
+        scratch=scratch,
+        grid={"block": min(multiprocessors, parts * plan.K * plan.tiles)},
+        warpgroups=2 * STREAMS,
+        interpret=interpret,
+        approximate=True,
+    )(*operands)
+    rows = plan.T * plan.N
+    if plan.merged:
+        out, lse = out.reshape(parts, 1, rows, plan.D), lse.reshape(parts, rows)
+        out, lse = combine(
+            plan, inputs.lengths, inputs.query_lengths, inputs.sinks, out, lse, interpret=interpret
+        )  # fmt: skip
+    return out.reshape(plan.B, plan.T, plan.N, plan.D), lse.reshape(plan.B, plan.T, plan.N)
