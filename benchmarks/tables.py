@@ -1,4 +1,5 @@
-"""Rewrites the measured tables of docs/performance.md from results/attention.csv: `python -m benchmarks.tables`.
+"""Rewrites the measured tables of docs/performance.md from results/attention.csv and sequence.csv:
+`python -m benchmarks.tables`.
 
 A table stands between `<!-- NAME -->` and `<!-- end NAME -->`; one that is not there yet is put at the end.
 """
@@ -114,6 +115,26 @@ def tables(rows):
     return {name: [note, "", *lines] for name, lines in found.items() if len(lines) >= fewest[name.split()[0]]}
 
 
+def sequence_table(rows):
+    """Lines of sequence parallelism on GPUs; the ideal is the time of one device over the number of devices."""
+    names = "shape", "pass", "implementation", "layout"
+    rows = list({tuple(map(row.get, names)): row for row in rows if row["dtype"] == "bfloat16"}.values())
+    last = rows[-1]
+    lines = [
+        f"Measured on {last['device']} × {last['devices']}, jax {last['jax']}, {last['date']}; calls in a row.",
+        "",
+        "| shape | pass | strategy | ms | in kernels | % of ideal | predicted ms | off |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        strategy = f"{row['implementation']} {row['layout'].strip()}".strip()
+        expected = float(row["predicted_ms"]) if row["predicted_ms"] else None
+        off = "–" if expected is None else f"{100 * (expected / float(row['ms']) - 1):+.0f}%"
+        measured = f"{float(row['ms']):.2f} | {float(row['kernel_ms']):.2f} | {row['percent_of_ideal'] or '–'}"
+        lines.append(f"| {row['shape']} | {row['pass']} | {strategy} | {measured} | {number(expected, 2)} | {off} |")
+    return lines
+
+
 def replaced(page, name, lines):
     """The page with the lines between the markers of `name`."""
     first, last = f"<!-- {name} -->", f"<!-- end {name} -->"
@@ -130,6 +151,7 @@ def main():
     page = PAGE.read_text()
     for name, lines in tables(record.load(record.RESULTS / "attention.csv")).items():
         page = replaced(page, name, lines)
+    page = replaced(page, "sequence", sequence_table(record.load(record.RESULTS / "sequence.csv")))
     PAGE.write_text(page)
     print(PAGE)
 
