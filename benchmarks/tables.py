@@ -130,7 +130,8 @@ def sequence_table(rows):
         strategy = f"{row['implementation']} {row['layout'].strip()}".strip()
         expected = float(row["predicted_ms"]) if row["predicted_ms"] else None
         off = "–" if expected is None else f"{100 * (expected / float(row['ms']) - 1):+.0f}%"
-        measured = f"{float(row['ms']):.2f} | {float(row['kernel_ms']):.2f} | {row['percent_of_ideal'] or '–'}"
+        kernels = float(row["kernel_ms"]) if row["kernel_ms"] else None
+        measured = f"{float(row['ms']):.2f} | {number(kernels, 2)} | {row['percent_of_ideal'] or '–'}"
         lines.append(f"| {row['shape']} | {row['pass']} | {strategy} | {measured} | {number(expected, 2)} | {off} |")
     return lines
 

@@ -22,7 +22,7 @@ def all_gather(x, name):
 
     def step(i, state):
         passing, every = state
-        passing = _pass_on(passing, name, 1)
+        passing = pass_on(passing, name, 1)
         return passing, _put(every, (mine - i) % size, passing)
 
     every = _put(jnp.broadcast_to(x, (size, *x.shape)), mine, x)
@@ -36,7 +36,7 @@ def reduce_scatter(x, name):
     size, mine = lax.axis_size(name), lax.axis_index(name)
 
     def step(i, total):
-        return _pass_on(total, name, 1) + _part(x, (mine - i - 1) % size)
+        return pass_on(total, name, 1) + _part(x, (mine - i - 1) % size)
 
     return lax.fori_loop(1, size, step, _part(x, (mine - 1) % size))
 
@@ -49,7 +49,7 @@ def exchange(x, name):
     size, mine = lax.axis_size(name), lax.axis_index(name)
     found = x
     for shift in range(1, size):
-        found = _put(found, (mine - shift) % size, _pass_on(_part(x, (mine + shift) % size), name, shift))
+        found = _put(found, (mine - shift) % size, pass_on(_part(x, (mine + shift) % size), name, shift))
     return found
 
 
@@ -74,7 +74,8 @@ def _compiler_has_axes():
     return any(mesh.shape[name] > 1 for name in mesh.auto_axes)
 
 
-def _pass_on(x, name, shift):
+def pass_on(x, name, shift):
+    """`x` of the device `shift` before this one, around the axis."""
     size = lax.axis_size(name)
     return lax.ppermute(x, name, [(r, (r + shift) % size) for r in range(size)])
 

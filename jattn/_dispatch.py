@@ -133,9 +133,7 @@ def resolve(problem: Problem, options: Options, implementation: str | None, conf
 def _options(problem, options, name, config):
     pair = _with_backward(problem, name)
     return dataclasses.replace(
-        options,
-        implementation=name,
-        config=module(problem.op, name).choose(problem, config),
+        options, implementation=name, config=module(problem.op, name).choose(problem, config),
         backward=None if pair == name else _options(problem, options, pair, None),
         sums=None if _with_sums(problem, name) == name else _options(problem, options, _with_sums(problem, name), None),
     )

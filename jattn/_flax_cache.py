@@ -1,4 +1,4 @@
-"""What the multi-head attention layers of nnx and Linen do over their autoregressive caches. Imports no flax.
+"""What a multi-head attention layer does over its autoregressive cache. Imports no flax.
 
 A cache is (keys, values, index): keys `[*B, S, K, H]`, or pages `[P, page, K, H]` that block tables give to the
 sequences, values likewise, and int32 `[*B]`, how many tokens there are of each sequence (in a cache that Flax made a

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jattn._collectives import all_gather, reduce_scatter
+from jattn._collectives import all_gather, pass_on, reduce_scatter
 from jattn._layout import SequenceLayout
 from jattn._mask import And, Mask, parts
 from jattn._mask_rules import Causal, Dense, Predicate, Segments
@@ -198,15 +198,12 @@ class Shard:
         trees, shifts = zip(*moves, strict=True)
         if one := len(set(shifts)) == 1:
             trees, shifts = (trees,), shifts[:1]
-        sent = [_together(functools.partial(self._send, shift=n), tree) for tree, n in zip(trees, shifts, strict=True)]
+        send = functools.partial(pass_on, name=self.plan.axis)
+        sent = [_together(functools.partial(send, shift=n), x) for x, n in zip(trees, shifts, strict=True)]
         # Without the barrier the compiler may wait for the messages before it starts to work.
         sent, done = lax.optimization_barrier((sent, work()))
         arrived = [_apart(message, tree) for message, tree in zip(sent, trees, strict=True)]
         return arrived[0] if one else arrived, done
-
-    def _send(self, x, shift):
-        size = self.layout.size
-        return lax.ppermute(x, self.plan.axis, [(r, (r + shift) % size) for r in range(size)])
 
     def _over_gathered(self, see, state, keys):
         """`see(state, keys, distance)` for the keys of all devices: in one call where their order can be restored."""

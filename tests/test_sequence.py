@@ -154,6 +154,14 @@ def test_every_feature(name, strategy, kind, devices):
     check(FEATURES[name], strategy, kind, devices, ring=2 if strategy == "hybrid" else None)
 
 
+@pytest.mark.parametrize("devices, fields", [
+    (2, dict(segments="sorted")), (4, dict(is_causal=True, segments="unsorted", soft_cap="5", scale="traced")),
+])  # fmt: skip
+def test_a_zigzag_ring_where_order_decides_alone(devices, fields):
+    """Segments, and with a causal mask: one rectangle for the keys of a device, its own, one before and one after."""
+    check(_case(**fields), "ring", "zigzag", devices)
+
+
 @pytest.mark.parametrize(
     "dtype, devices", [("bfloat16", 1), ("bfloat16", 2), ("bfloat16", 4), ("bfloat16", 8), ("float32", 8)]
 )

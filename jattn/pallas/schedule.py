@@ -33,7 +33,7 @@ def section_size(pairs: int, group: int, bytes_per_kv_head: int, section_bytes: 
 def known_late(plan) -> bool:
     """Whether only the device knows how long the tiles of a kernel's plan are: bounds go with an offset that is traced.
 
-    Dealt as if it were 0, the backward of a rectangle that is wholly visible took up to twice its time on an H200.
+    Dealt as if it were 0, kernels of `allgather_attention` forward and backward took 1.7 times as long on two H200.
     """
     return plan.offset is None and (plan.left is not None or plan.right is not None)
 
