@@ -159,7 +159,7 @@ def _attention_options(command):
     command.add_argument(
         "--providers", type=lambda text: text.split(","), default=names, metavar="NAME,...", help=",".join(names)
     )
-    command.add_argument("--flex", action="store_true", help="also PyTorch FlexAttention (forward, features)")
+    command.add_argument("--flex", action="store_true", help="also PyTorch FlexAttention (features)")
 
 
 def _cache_options(command):

@@ -280,6 +280,6 @@ def test_the_picture_of_the_attention_suite(monkeypatch, tmp_path):
 def test_flex_runs_on_cases_of_ours_and_a_missing_torch_stops_nothing(capsys):
     names = {str(case) for case in cases.GRID + cases.FEATURES}
     assert set(attention.flex.CASES) <= names
-    assert attention.flex_times(cases.GRID[1:2]) == {}
+    assert attention.flex_times(cases.GRID[1:2], "fwd") == {}
     assert gpu.attempt("flex", lambda: 1 / 0) is None
     assert "flex failed: ZeroDivisionError" in capsys.readouterr().out
