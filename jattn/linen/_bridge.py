@@ -7,9 +7,8 @@ given, and knows no cache that is made after the layer.
 import dataclasses
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import errors, nnx
 from flax.core import meta, unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -28,9 +27,9 @@ class Bridge(nn.Module):
         if inputs.ndim < 2:
             raise ValueError(f"inputs have shape {inputs.shape}; expected [*B, T, features]")
         layer = nnx.eval_shape(lambda: self._made(inputs.shape, nnx.Rngs(0)))
-        params = self._params(layer, inputs.shape)
-        cache, fresh = self._cache(layer) if self.decode else ({}, True)
-        layer = _filled(layer, params, {name: variable.value for name, variable in cache.items()})
+        self._draw_absent(layer, inputs.shape)
+        cache, fresh = self._cache(layer, inputs.shape) if self.decode else ({}, True)
+        layer = self._filled(layer, {name: variable.value for name, variable in cache.items()})
         out = layer(inputs, decode=self.decode, **call)
         if not fresh:
             for name, x in _tree(layer, nnx.Cache).items():
@@ -39,41 +38,56 @@ class Bridge(nn.Module):
 
     def _made(self, shape, rngs):
         """The nnx layer, with an empty cache if it is to decode."""
-        fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(self) if x.name not in ("parent", "name")}
-        cache = {name: fields.pop(name) for name in self.cache_fields}
+        fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
+        for name in ("parent", "name", *self.cache_fields):
+            del fields[name]
         fields |= {name: _boxing(x) for name, x in fields.items() if name.endswith("_init") and x is not None}
         layer = self.layer(in_features=shape[-1], rngs=rngs, **fields, **self.fixed)
         if self.decode:
-            layer.init_cache(shape, **cache)
+            self._init_cache(layer, shape)
         return layer
 
-    def _params(self, layer, shape):
-        """Linen's parameters; those that are not there are drawn, all from one key."""
+    def _init_cache(self, layer, shape):
+        layer.init_cache(shape, **{name: getattr(self, name) for name in self.cache_fields})
+
+    def _draw_absent(self, layer, shape):
+        """Linen's parameters that are not there, all from one key."""
         drawn = {}
 
-        def draw(name):
-            def init(key):
-                drawn or drawn.update(_tree(self._made(shape, nnx.Rngs(params=key)), nnx.Param))
-                return drawn[name]
+        def draw(key, name):
+            drawn or drawn.update(_tree(self._made(shape, nnx.Rngs(params=key)), nnx.Param))
+            return drawn[name]
 
-            return init
+        for name in _tree(layer, nnx.Param):
+            if not self.has_variable("params", name):
+                self.param(name, draw, name)
 
-        expected = _tree(layer, nnx.Param)
-        return {
-            name: self.param(name, _zeros(tree) if self.has_variable("params", name) else draw(name))
-            for name, tree in expected.items()
-        }
+    def _cache(self, layer, shape):
+        """Linen's variables of the cache, and whether this call makes them or `init`, which puts nothing in."""
+        absent = not all(self.has_variable("cache", name) for name in _tree(layer, nnx.Cache))
+        if absent:
+            self._init_cache(layer, shape)  # what the abstract layer has, with numbers
+        made = _tree(layer, nnx.Cache)
+        variables = {name: self.variable("cache", name, lambda x=x: x) for name, x in made.items()}
+        return variables, absent or self.is_initializing()
 
-    def _cache(self, layer):
-        """Linen's variables of the cache, and whether this call makes them."""
-        expected = _tree(layer, nnx.Cache)
-        fresh = self.is_initializing() or not any(self.has_variable("cache", name) for name in expected)
-        return {name: self.variable("cache", name, _zeros(tree), None) for name, tree in expected.items()}, fresh
-
-
-def _zeros(tree):
-    """An initialiser of what an empty cache is everywhere, and by which Linen checks shapes of parameters."""
-    return lambda key: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+    def _filled(self, layer, cache):
+        """The layer with Linen's parameters and this cache."""
+        graphdef, state = nnx.split(layer)
+        params, cache = (flatten_dict(unfreeze(x)) for x in (self.variables["params"], cache))
+        found = []
+        for path, variable in nnx.to_flat_state(state):
+            if isinstance(variable, nnx.Cache):
+                found.append((path, variable.replace(cache[path])))
+                continue
+            name, where = "/".join(path), self.scope.path_text
+            if path not in params:
+                raise errors.ScopeParamNotFoundError(name, where)
+            value = meta.unbox(params[path])
+            if jnp.shape(value) != variable.shape:
+                raise errors.ScopeParamShapeError(name, where, jnp.shape(value), variable.shape)
+            found.append((path, variable.replace(value)))
+        return nnx.merge(graphdef, nnx.from_flat_state(found))
 
 
 def _tree(layer, kind):
@@ -83,19 +97,6 @@ def _tree(layer, kind):
         box, value = variable.get_metadata().get(_BOX), variable.get_value()
         found[path] = value if box is None else box.replace_boxed(value)
     return unflatten_dict(found)
-
-
-def _filled(layer, params, cache):
-    """The layer with these values."""
-    graphdef, state = nnx.split(layer)
-    values = {nnx.Param: flatten_dict(unfreeze(params)), nnx.Cache: flatten_dict(unfreeze(cache))}
-    found = []
-    for path, variable in nnx.to_flat_state(state):
-        given = values[type(variable)]
-        if path not in given:
-            raise ValueError(f"the variables have no {'/'.join(path)}, which the layer needs")
-        found.append((path, variable.replace(meta.unbox(given[path]))))
-    return nnx.merge(graphdef, nnx.from_flat_state(found))
 
 
 def _boxing(init):
