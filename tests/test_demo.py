@@ -1,10 +1,12 @@
 """notebooks/demo.py, at a size that takes seconds."""
 
 import dataclasses
+import functools
 import importlib.util
 import sys
 from pathlib import Path
 
+import baseline_linear
 import compare
 import jax
 import jax.numpy as jnp
@@ -60,11 +62,25 @@ class DenseLatentLayer(jattn.nnx.MultiHeadLatentAttention):
         return self.out(jnp.einsum("bnts,bsnd->btnd", weights, value) * jax.nn.sigmoid(self.gate(x)))
 
 
-def plain_hybrid_layer(config, i, rngs):
-    """The recurrence token by token, and dense attention."""
+class ChunkwiseLayer(jattn.nnx.KimiDeltaAttention):
+    """The linear layer on the yardstick of linear attention."""
+
+    @staticmethod
+    def op(query, key, value, g, beta, *, A_log, dt_bias, segment_ids, **options):
+        q, k, g = jattn.linear.l2_norm(query), jattn.linear.l2_norm(key), jattn.linear.kda_gate(g, A_log, dt_bias)
+        beta, (B, T, N, H) = jax.nn.sigmoid(beta), query.shape
+        state, resets = jnp.zeros((B, N, H, value.shape[-1]), g.dtype), jnp.zeros((B, T), bool)
+        return baseline_linear._linear(query.dtype.name, resets, q * H**-0.5, k, value, g, beta, beta, state)[0]
+
+
+by_token = functools.partial(jattn.nnx.KimiDeltaAttention, mode="recurrent")
+
+
+def plain_hybrid_layer(config, i, rngs, linear=by_token):
+    """The recurrence token by token, or in plain chunks, and dense attention."""
     if i % 4 == 3:
         return DenseLatentLayer(config.heads, config.width, gated=True, rope=False, rngs=rngs)
-    return jattn.nnx.KimiDeltaAttention(config.heads, config.width, mode="recurrent", rngs=rngs)
+    return linear(config.heads, config.width, rngs=rngs)
 
 
 def learnt(printed):
@@ -98,21 +114,23 @@ def test_the_hybrid_learns_too(demo, tiny_hybrid, tmp_path, capsys):
 def test_decoding_is_the_model_over_the_whole_row(demo, tiny, tiny_hybrid, kind):
     """Greedy bytes and their logits through the caches, and without any, held against dense layers in float64."""
     config = tiny_hybrid if kind == "hybrid" else tiny
-    ours, dense = (demo.hybrid_layer, plain_hybrid_layer) if config.hybrid else (demo.jattn_layer, demo.DenseLayer)
+    chunked = functools.partial(plain_hybrid_layer, linear=ChunkwiseLayer)
+    hybrid, local = (demo.hybrid_layer, plain_hybrid_layer, chunked), (demo.jattn_layer, demo.DenseLayer)
+    ours, *dense = hybrid if config.hybrid else local
     graphdef, params = demo.build(ours, config)
     prompt = np.random.default_rng(0).integers(1, 256, 17).astype(np.uint8)  # longer than the window
     tokens, logits = demo.generate(graphdef, params, jax.random.key(0), prompt, 40, temperature=0.0)
     whole = demo.without_caches(graphdef, params, tokens)
     np.testing.assert_array_equal(tokens[:17], prompt)
     np.testing.assert_array_equal(tokens[17:], whole[16:-1].argmax(-1))
-    dense = demo.graph_of(dense, config)
-    baseline = np.asarray(demo.without_caches(dense, params, tokens))
+    dense = [demo.graph_of(layer, config) for layer in dense]
+    baselines = [np.asarray(demo.without_caches(one, params, tokens)) for one in dense]
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # embeddings keep their dtype
         wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-        truth = np.asarray(demo.without_caches(dense, wide, tokens))
+        truth = np.asarray(demo.without_caches(dense[0], wide, tokens))
     assert truth.dtype == np.float64 and whole.dtype == logits.dtype == np.float32
-    compare.check("without caches", whole, truth, [baseline], np.float32)
-    compare.check("through caches", logits, truth[16:-1], [baseline[16:-1]], np.float32)
+    compare.check("without caches", whole, truth, baselines, np.float32)
+    compare.check("through caches", logits, truth[16:-1], [x[16:-1] for x in baselines], np.float32)
 
 
 @pytest.mark.parametrize(("off", "passed"), [(0.0, True), (2e-5, False), (np.nan, False)])
