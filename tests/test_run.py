@@ -130,22 +130,3 @@ def test_kernels_have_an_environment_and_files_of_their_own(checkout):
     assert "--group aot" in checkout.log.read_text()
     assert checkout.log.read_text().endswith("--dist worksteal -m aot tests/test_one.py -k two words\n")
     assert (checkout.folder / ".venv-aot/run-state").exists() and not (checkout.folder / ".venv").exists()
-
-
-def test_notebooks_are_picked_by_number_and_the_first_failure_ends_it(checkout):
-    checkout.program("python3.12", FAKE_PYTHON)
-    checkout("python", "-V")
-    (checkout.folder / "notebooks").mkdir()
-    for name in ("01_one", "02_two", "03_three"):
-        (checkout.folder / f"notebooks/{name}.ipynb").touch()
-    execute = checkout.folder / ".venv/bin/jupyter-execute"
-    execute.write_text('#!/bin/sh\necho "$3" >>"$LOG"\ncase "$3" in *02*) [ ! -e "$BREAK" ] ;; esac\n')
-    execute.chmod(0o755)
-
-    assert checkout("notebook", "03", "01").returncode == 0
-    assert checkout.log.read_text().split() == ["notebooks/03_three.ipynb", "notebooks/01_one.ipynb"]
-    result = checkout("notebook", "09")
-    assert result.returncode == 1 and "no such notebook: 09" in result.stderr
-    checkout.breaks.touch()
-    assert checkout("notebook").returncode == 1
-    assert checkout.log.read_text().split() == ["notebooks/01_one.ipynb", "notebooks/02_two.ipynb"]
