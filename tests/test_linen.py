@@ -244,7 +244,7 @@ def test_a_call_that_makes_the_cache_puts_nothing_in():
 
 
 def test_boxes_of_partitioning_are_kept():
-    """Also under a mesh, and scanned over layers, where they get an axis."""
+    """Also scanned over layers, where they get an axis."""
     boxes = dict(
         kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model", None)),
         bias_init=nn.with_partitioning(nn.initializers.zeros, ("model", None)),
@@ -298,6 +298,14 @@ def test_dropout_is_that_of_the_attention_fn_in_flax():
         ours.apply(variables, x, deterministic=False)
     with pytest.raises(NotImplementedError, match="dropout_rate=0.5: decoding has no dropout"):
         ours.clone(decode=True).init(jax.random.key(0), x, deterministic=False, dropout_rng=jax.random.key(3))
+
+
+def test_modules_can_be_hashed():
+    """As `nn.jit` needs, whatever was given for rope and window."""
+    of = OURS.clone(rope={"base": 100.0}, local_window_size=[5, 0])
+    assert hash(of) == hash(of.clone()) and of == of.clone() != OURS
+    assert of.rope == (("base", 100.0),)
+    assert jattn.linen.MultiHeadLatentAttention(2, rope={"base": 100.0}).rope == of.rope
 
 
 def test_refusals():

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from flax.core import meta
 from flax.errors import ScopeCollectionNotFound, ScopeParamNotFoundError, ScopeParamShapeError
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from linear_cases import quick_compiles  # noqa: F401 -- for every test here
 from linen_cases import decoded, disturbed, init, same, shapes, stepper
 from nnx_cases import B, M, tokens
@@ -175,6 +175,23 @@ def test_linen_transforms_and_boxes():
             own = params[part] if part == "shared" else jax.tree.map(lambda p: p[i], params[part])  # noqa: B023
             want = apply({"params": own}, want)
     np.testing.assert_array_equal(jax.jit(model.apply)(variables, x), want)
+
+
+def test_boxes_under_a_mesh():
+    """Parameters are made where their boxes say."""
+    of, x = (
+        linen("MultiHeadLatentAttention", kernel_init=BOXES["kernel_init"], out_kernel_init=nn.initializers.zeros),
+        tokens(),
+    )
+    mesh = jax.make_mesh((2,), ("model",), (AxisType.Auto,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        shardings = nn.get_sharding(jax.eval_shape(of.init, jax.random.key(0), x), mesh)
+        params = jax.jit(of.init, out_shardings=shardings)(jax.random.key(0), x)["params"]
+    for name in ("query_up", "latent_down", "gate"):
+        kernel = params[name]["kernel"].value
+        assert kernel.sharding.spec == PartitionSpec(None, "model")
+        assert kernel.addressable_shards[0].data.shape[1] == kernel.shape[1] // 2
+    assert params["out"]["kernel"].sharding.is_fully_replicated
 
 
 def test_dropout_takes_the_stream():

@@ -162,6 +162,12 @@ class MultiHeadAttention(nn.MultiHeadAttention):
     page_size: int | None = None
     num_pages: int | None = None
 
+    def __post_init__(self):
+        self.rope = _flax.rope_options(self.rope)  # hashable, as modules must be for nn.jit
+        if isinstance(self.local_window_size, list):
+            self.local_window_size = tuple(self.local_window_size)
+        super().__post_init__()
+
     @nn.compact
     def __call__(
         self,
@@ -218,7 +224,7 @@ class MultiHeadAttention(nn.MultiHeadAttention):
         dropout = self._dropout_key(deterministic, dropout_rng)
         options = dict(
             local_window_size=self.local_window_size, logits_soft_cap=self.logits_soft_cap, segment_ids=segment_ids,
-            rope=_flax.rope_options(self.rope), sinks=self._sinks(), implementation=self.implementation,
+            rope=self.rope, sinks=self._sinks(), implementation=self.implementation,
         )  # fmt: skip
         if self.decode:
             _flax.refuse("dropout_rate", dropout if dropout is None else self.dropout_rate, "decoding has no dropout")

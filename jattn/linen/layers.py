@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 import jattn.nnx
+from jattn import _flax
 from jattn.linen._bridge import Bridge
 from jattn.nnx import delta
 
@@ -180,6 +181,10 @@ class MultiHeadLatentAttention(Bridge):
     decode: bool = False
     page_size: int | None = None
     num_pages: int | None = None
+
+    def __post_init__(self):
+        self.rope = _flax.rope_options(self.rope)  # hashable, as modules must be for nn.jit
+        super().__post_init__()
 
     @nn.compact
     def __call__(
