@@ -4,8 +4,9 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
+from linear_cases import quick_compiles  # noqa: F401 -- for every test here
 
-from benchmarks import cases, plots, record, svg, tables
+from benchmarks import cases, linear, plots, record, run, svg, tables
 
 PLAIN, FEATURE = str(cases.GRID[0]), str(cases.FEATURES[0])
 
@@ -124,3 +125,11 @@ def test_a_figure_of_one_row_is_one():
     rows = [attention_row(name=name) for name in ("jattn", "fa3")]
     for text in (plots.speed(rows), plots.decode([decode_row("jattn contiguous")]), plots.sequence([sequence_row(90)])):
         ET.fromstring(text)
+
+
+def test_the_scaling_suite_times_three_of_each_length(monkeypatch):
+    monkeypatch.setattr(linear, "SCALING_CPU", (linear.Shape("kda", 1, 32, 2, 16),))
+    rows = list(linear.scaling(run.parser().parse_args(["scaling", "--repeats", "1"])))
+    names = ["kda", "gated_delta_rule", "attention"]
+    assert [(row["pass"], row["implementation"]) for row in rows] == [(of, x) for of in plots.PASSES for x in names]
+    assert all(row["length"] == 32 and row["ms"] > 0 for row in rows)
