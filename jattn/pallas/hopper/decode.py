@@ -4,13 +4,15 @@ Algorithm, for one item (a split of one sequence's keys under one key head), wit
 into the 64 rows of a tile, row t · group + g (more tokens are more tiles):
 
     s = q · k[block]ᵀ                           (tensor core)
+    s = modifier, soft cap, mask of s
     m, total, p, alpha = online softmax of s
     o = o · alpha + p · v[block]                (tensor core)
 
 and at the end of the item (o / total, lse), which `decode_combine` merges over the splits of a sequence.
 
-Pipeline: a thread block has two streams of items, each with a producer warpgroup, which copies q, k and v (TMA, one
-copy a page and slab), and a consumer warpgroup. Nothing overlaps within a stream but copies and arithmetic:
+Pipeline: a thread block has two streams of items, each with a producer warpgroup, which deals its items, copies q, k
+and v (TMA, one copy a page and slab) and says in shared memory what the item is, and a consumer warpgroup. Nothing
+overlaps within a stream but copies and arithmetic:
 
     producer     Q KV0 KV1 KV2 | KV3 … Q' KV0' …          waits for free slots
     consumer     QK0 softmax0 PV0 | QK1 softmax1 PV1 …    waits for copies
@@ -30,11 +32,8 @@ from jax import lax
 from jattn.pallas._compat import kernel, pl, plgpu
 from jattn.pallas.hopper import decode_rows, memory, ptx, scores, softmax
 from jattn.pallas.hopper.decode_combine import combine
-from jattn.pallas.hopper.decode_plan import BLOCK, LOG2E, STREAMS, Inputs, Plan, over_items
+from jattn.pallas.hopper.decode_plan import BLOCK, FIELDS, LOG2E, STREAMS, Inputs, Item, Plan, over_items
 from jattn.pallas.hopper.lists import i32
-
-_REGISTERS = 192, 64  # a thread of a consumer and of a producer: 128 · 2 · their sum is 65,536
-
 
 # --- kernel -----------------------------------------------------------------------------------------------------------
 
@@ -42,17 +41,19 @@ _REGISTERS = 192, 64  # a thread of a consumer and of a producer: 128 · 2 · th
 def _kernel(
     plan: Plan,
     inputs: Inputs,
-    # outputs (HBM), X = B · splits; out is float32 if they are going to be merged
-    out,  # [X, T, K, group, D]
-    lse,  # float32 [X, T, K, group]
+    # outputs (HBM); out is float32 if they are going to be merged, and then only what an item has seen is written
+    out,  # [splits, rows, K, group, D]
+    lse,  # float32 [splits, rows, K, group]
     *,
     # shared memory, in slabs of 64 columns (`ptx.slabs`)
-    q_smem,  # [streams, slabs of H, 64, 64]
+    q_smem,  # [streams · query slots, slabs of H, query rows, 64]
     k_smem,  # [streams · stages, slabs of H, 64, 64]
     v_smem,  # [streams · stages, slabs of D, 64, 64]
+    items,  # int32 [streams · query slots, fields]
     # barriers; a TMA barrier takes one arrival a copy
-    q_ready,  # [streams] TMA
-    q_free,  # [streams] consumer: it is done with the queries
+    dealt,  # [streams · query slots] producer: what the item is, can be read
+    q_ready,  # [streams · query slots] TMA
+    q_free,  # [streams · query slots] consumer: it is done with the queries
     k_ready,  # [streams · stages] TMA
     v_ready,  # [streams · stages] TMA
     free,  # [streams · stages] consumer: it is done with the slot's keys and values
@@ -60,20 +61,20 @@ def _kernel(
     warpgroup, blocks = lax.axis_index("warpgroup"), lax.axis_size("block")
     stream = lax.rem(warpgroup, i32(STREAMS))
     x = SimpleNamespace(
-        plan=plan, **vars(inputs), out=out, lse=lse, q_smem=q_smem, k_smem=k_smem, v_smem=v_smem, q_ready=q_ready,
-        q_free=q_free, k_ready=k_ready, v_ready=v_ready, free=free, block=lax.axis_index("block"), stream=stream,
-        streams=blocks * STREAMS,
+        plan=plan, **vars(inputs), out=out, lse=lse, q_smem=q_smem, k_smem=k_smem, v_smem=v_smem, items=items,
+        dealt=dealt, q_ready=q_ready, q_free=q_free, k_ready=k_ready, v_ready=v_ready, free=free,
+        block=lax.axis_index("block"), stream=stream, streams=blocks * STREAMS,
     )  # fmt: skip
     x.first_item = _first_item(stream, x.block, blocks)
 
     @pl.when(warpgroup >= STREAMS)
     def _():
-        plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+        plgpu.set_max_registers(plan.registers[1], action="decrease")
         _produce(x)
 
     @pl.when(warpgroup < STREAMS)
     def _():
-        plgpu.set_max_registers(_REGISTERS[0], action="increase")
+        plgpu.set_max_registers(plan.registers[0], action="increase")
         _consume(x)
 
 
@@ -87,34 +88,56 @@ def _slot(x, position):
     return x.stream * x.plan.stages + lax.rem(position, i32(x.plan.stages))
 
 
+def _query_slot(x, number):
+    """Slot of the stream's item of this number."""
+    return x.stream * x.plan.query_slots + lax.rem(number, i32(x.plan.query_slots))
+
+
 # --- producer ---------------------------------------------------------------------------------------------------------
 
 
 def _produce(x):
-    stages = x.plan.stages
+    p = x.plan
 
-    def one_item(item, number, position):
-        _load_queries(x, item, number)
-        lax.fori_loop(0, item.blocks, lambda i, _: _load_block(x, item, i, position), None)
-        return position + item.blocks
+    def one_item(item, carry):
+        number, position = carry
+        needed = (item.blocks > 0) | (not p.merged)  # nobody reads what an item without keys has found
 
-    items, position = over_items(x, one_item, i32(0))
+        @pl.when(needed)
+        def _():
+            _deal(x, item, number)
+            _load_queries(x, item, number)
+            lax.fori_loop(0, item.blocks, lambda i, _: _load_block(x, item, i, position), None)
+
+        return number + needed.astype(jnp.int32), position + item.blocks
+
+    items, position = over_items(x, one_item, (i32(0), i32(0)))
+    _deal(x, Item(*[i32(-1)] * len(FIELDS)), items)
     # Every barrier phase is waited for before the thread block ends.
-    pl.when(items > 0)(lambda: plgpu.barrier_wait(x.q_free.at[x.stream]))
-    for i in range(stages):
-        pl.when(position >= stages - i)(lambda i=i: plgpu.barrier_wait(x.free.at[_slot(x, position + i)]))
+    for i in range(1, p.query_slots):
+        pl.when(items >= i)(lambda i=i: plgpu.barrier_wait(x.q_free.at[_query_slot(x, items - i)]))
+    for i in range(p.stages):
+        pl.when(position >= p.stages - i)(lambda i=i: plgpu.barrier_wait(x.free.at[_slot(x, position + i)]))
+
+
+def _deal(x, item, number):
+    """Says what the stream's item of this number is; -1 is the last."""
+    slot = _query_slot(x, number)
+    pl.when(number >= x.plan.query_slots)(lambda: plgpu.barrier_wait(x.q_free.at[slot]))
+    for i, field in enumerate(FIELDS):
+        x.items[slot, i] = getattr(item, field)
+    plgpu.barrier_arrive(x.dealt.at[slot])
 
 
 def _load_queries(x, item, number):
     """The queries of the head's group; what the rows past them hold concerns no other row."""
-    group, ready = x.plan.group, x.q_ready.at[x.stream]
-    pl.when(number > 0)(lambda: plgpu.barrier_wait(x.q_free.at[x.stream]))
+    group, slot = x.plan.group, _query_slot(x, number)
 
     def one_token(t, _):  # TMA reads zeros past the last
-        rows = x.q.at[item.batch, item.token + t, pl.ds(item.head * group, group)]
+        rows = x.q.at[item.row + t, pl.ds(item.head * group, group)]
         for i in range(ptx.slabs(x.plan.H)):
-            smem = x.q_smem.at[x.stream, i, pl.ds(t * group, group)]
-            plgpu.copy_gmem_to_smem(_slab(x, rows, i), smem, ready)
+            smem = x.q_smem.at[slot, i, pl.ds(t * group, group)]
+            plgpu.copy_gmem_to_smem(_slab(x, rows, i), smem, x.q_ready.at[slot])
 
     if x.plan.tokens == 1:
         one_token(0, None)
@@ -163,106 +186,130 @@ def _slab(x, rows, i):
 
 
 def _consume(x):
+    x.q_matrix = ptx.matrix(lambda i: x.q_smem.at[i], x.plan.query_rows, x.plan.H) if x.plan.queries_stay else None
+    x.k_matrix = ptx.matrix(lambda i: x.k_smem.at[i], BLOCK, x.plan.H)
+    x.v_matrix = ptx.matrix(lambda i: x.v_smem.at[i], BLOCK, x.plan.D, along_rows=True)
+
+    def one_item(state):
+        number, position, _ = state
+        slot = _query_slot(x, number)
+        plgpu.barrier_wait(x.dealt.at[slot])
+        item = Item(*(x.items[slot, i] for i in range(len(FIELDS))))
+        more = item.blocks >= 0
+
+        @pl.when(more)
+        def _():
+            plgpu.barrier_wait(x.q_ready.at[slot])
+            state = _attend(x, item, slot, position)
+            plgpu.barrier_arrive(x.q_free.at[slot])
+            _write(x, item, *state)
+
+        return number + 1, position + item.blocks, more
+
+    lax.while_loop(lambda state: state[2], one_item, (i32(0), i32(0), jnp.bool_(True)))
+
+
+def _attend(x, item, query_slot, position):
+    """`(m, total, accumulators)` of an item whose first block has this position; see `softmax`."""
     p = x.plan
-    k_matrix = ptx.matrix(lambda i: x.k_smem.at[i], BLOCK, p.H)
-    v_matrix = ptx.matrix(lambda i: x.v_smem.at[i], BLOCK, p.D, along_rows=True)
+    tokens, heads = decode_rows.tokens_and_heads(item.token, item.head * p.group, p.group)
+    low, high = _row_bounds(x, item, tokens)
 
-    def one_item(item, number, position):
-        del number
-        plgpu.barrier_wait(x.q_ready.at[x.stream])
-        low, high = _row_bounds(x, item)
+    def one_block(i, state, ruled):
+        m, total, accumulators = state
+        slot, start = _slot(x, position + i), (item.begin + i) * BLOCK
+        plgpu.barrier_wait(x.k_ready.at[slot])
+        (s,) = ptx.wgmma_wait_group(0, _product(x, query_slot, slot))
+        place = decode_rows.Place(item.batch, heads, tokens, item.offset, start, origin)
+        if p.modified:
+            scale = x.scale[0] if p.scale is None else p.scale
+            aux = tuple((array, "") for array in x.aux)
+            s = scores.modify(s, place, scale=scale, bias=None, mod=p.mod, aux=aux, soft_cap=p.soft_cap)
+        if ruled:
+            s = scores.hide(s, place, p.rule, x.mask_arrays)
+        s = softmax.mask_columns(s, None if low is None else low - start, high - start)
+        weights, m, total, alpha = softmax.online_softmax(s, m, total, p.factor, may_be_empty=True, lazy=False)
+        accumulators = [softmax.rescale(part, alpha, lazy=False) for part in accumulators]
+        plgpu.barrier_wait(x.v_ready.at[slot])
+        _clean(x, item, slot, start)
+        weights, values = weights.astype(p.dtype), x.v_matrix.at(slot)
+        for i, (first, columns) in enumerate(p.strips):
+            own = values if columns == p.D else values.columns_from(i32(first), columns=columns)
+            accumulators[i] = ptx.wgmma_rs(accumulators[i], weights, own)
+        accumulators = ptx.wgmma_wait_group(0, *accumulators)
+        plgpu.barrier_arrive(x.free.at[slot])
+        return m, total, tuple(accumulators)
 
-        def one_block(i, carry):
-            m, total, accumulator = carry
-            slot, start = _slot(x, position + i), (item.begin + i) * BLOCK
-            plgpu.barrier_wait(x.k_ready.at[slot])
-            # Read anew for each block: ptxas 13.0 gives registers that stay the same through the loop to the weights as
-            # well (seen at D = 64, whose results were wrong from the second block on).
-            q = memory.ldmatrix(x.q_smem.at[x.stream], p.H)
-            (s,) = ptx.wgmma_wait_group(0, ptx.wgmma_rs_nt(q, k_matrix.at(slot)))
-            if p.modified:
-                scale = x.scale[0] if p.scale is None else p.scale
-                s = scores.modify(s, None, scale=scale, bias=None, mod=None, aux=(), soft_cap=p.soft_cap)
-            s = softmax.mask_columns(s, None if low is None else low - start, high - start)
-            weights, m, total, alpha = softmax.online_softmax(s, m, total, p.factor, may_be_empty=True, lazy=False)
-            accumulator = softmax.rescale(accumulator, alpha, lazy=False)
-            plgpu.barrier_wait(x.v_ready.at[slot])
-            _clean(x, item.sequence, slot, start)
-            accumulator = ptx.wgmma_rs(accumulator, weights.astype(p.dtype), v_matrix.at(slot))
-            (accumulator,) = ptx.wgmma_wait_group(0, accumulator)
-            plgpu.barrier_arrive(x.free.at[slot])
-            return m, total, accumulator
-
-        state = lax.fori_loop(0, item.blocks, one_block, softmax.init_state(p.D))
-        plgpu.barrier_arrive(x.q_free.at[x.stream])
-        _write(x, item, *state)
-        return position + item.blocks
-
-    over_items(x, one_item, i32(0))
+    origin = (0, 0) if x.origin is None else (x.origin[0], x.origin[1])
+    m, total, _ = softmax.init_state(8)
+    state = m, total, tuple(ptx.zeros(columns) for _, columns in p.strips)
+    ruled_from = item.blocks
+    if p.rule is not None:
+        new = lax.div(jnp.maximum(item.offset, 0), i32(BLOCK)) - item.begin
+        ruled_from = jnp.clip(new, 0, item.blocks) if p.rule_of_new else i32(0)
+    if p.rule is None or p.rule_of_new:
+        state = lax.fori_loop(0, ruled_from, lambda i, state: one_block(i, state, False), state)
+    if p.rule is not None:
+        state = lax.fori_loop(ruled_from, item.blocks, lambda i, state: one_block(i, state, True), state)
+    return state
 
 
-def _row_bounds(x, item):
+def _product(x, query_slot, slot):
+    """Scores of one block, in flight."""
+    if x.plan.queries_stay:
+        return ptx.wgmma_ss(x.q_matrix.at(query_slot), x.k_matrix.at(slot), x.plan.dtype)
+    # Read anew for each block: ptxas 13.0 gives registers that stay the same through the loop to the weights as well
+    # (seen at D = 64, whose results were wrong from the second block on).
+    return ptx.wgmma_rs_nt(memory.ldmatrix(x.q_smem.at[query_slot], x.plan.H), x.k_matrix.at(slot))
+
+
+def _row_bounds(x, item, tokens):
     """Keys `[low, high)` that the rows can see, int32 `[64]` each; low is None for no bound. Rows past the queries see
     nothing."""
-    p, sequence = x.plan, item.sequence
-    token = lax.div(ptx.row_numbers(), i32(p.group)) + item.token
-    high = jnp.where(token < sequence.queries, sequence.keys, 0)
-    position = token + sequence.offset
+    p, position = x.plan, tokens + item.offset
+    high = jnp.where(tokens < item.queries, item.high, 0)
     if p.right is not None:
         high = jnp.minimum(position + (p.right + 1), high)
     return None if p.left is None else position - p.left, high
 
 
-def _clean(x, sequence, slot, start):
+def _clean(x, item, slot, start):
     """Values that nobody may see may be NaN, which a weight of 0 would not silence."""
 
-    @pl.when((sequence.low > start) | (sequence.high < start + BLOCK))
+    @pl.when((item.low > start) | (item.high < start + BLOCK))
     def _():
-        memory.st_shared_zero_outside(x.v_smem.at[slot], sequence.low - start, sequence.high - start)
+        memory.st_shared_zero_outside(x.v_smem.at[slot], item.low - start, item.high - start)
         plgpu.commit_smem()
 
 
-def _write(x, item, m, total, accumulator):
+def _write(x, item, m, total, accumulators):
     """The item's (out, lse), 0 and −inf where a row sees nothing."""
     p = x.plan
     total = total.sum(axis=1)
     seen = total > 0
     inverse = jnp.where(seen, 1 / total, 0.0)
     lse = jnp.where(seen, m * (1 / LOG2E) + jnp.log(total), -jnp.inf)
-    out = accumulator * lax.broadcast_in_dim(inverse, accumulator.shape, [0])
-    place = item.batch * p.splits + item.split
-    row, rows = item.token * p.group, p.tokens * p.group
-    decode_rows.st_global(x.out, (place, item.head), out.astype(x.out.dtype), row, rows=rows)
-    decode_rows.st_global_rows(x.lse, (place, item.head), lse, row, rows=rows)
+    start = item.split, item.row, item.head
+    rows = jnp.minimum((item.queries if p.merged else p.T) - item.token, p.tokens) * p.group
+    for part, (first, _) in zip(accumulators, p.strips, strict=True):
+        out = part * lax.broadcast_in_dim(inverse, part.shape, [0])
+        decode_rows.st_global(x.out, start, out.astype(x.out.dtype), rows, first)
+    decode_rows.st_global_rows(x.lse, start, lse, rows)
 
 
 # --- host -------------------------------------------------------------------------------------------------------------
 
 
 def launch(plan: Plan, inputs: Inputs, *, multiprocessors: int, interpret=False):
-    """Runs the kernel and, where there may be something to merge, the one that does: `(out [B, T, N, D] in the plan's
-    dtype, lse float32 [B, T, N])`."""
-    stages, parts = STREAMS * plan.stages, plan.B * plan.splits
-    copies = BLOCK // plan.page_rows
-
-    def smem(slots, columns):
-        return plgpu.SMEM((slots, ptx.slabs(columns), BLOCK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
-
-    scratch = dict(
-        q_smem=smem(STREAMS, plan.H), k_smem=smem(stages, plan.H), v_smem=smem(stages, plan.D),
-        q_ready=plgpu.Barrier(num_arrivals=plan.tokens * ptx.slabs(plan.H), num_barriers=STREAMS),
-        q_free=plgpu.Barrier(num_barriers=STREAMS),
-        k_ready=plgpu.Barrier(num_arrivals=copies * ptx.slabs(plan.H), num_barriers=stages),
-        v_ready=plgpu.Barrier(num_arrivals=copies * ptx.slabs(plan.D), num_barriers=stages),
-        free=plgpu.Barrier(num_barriers=stages),
-    )  # fmt: skip
+    """Runs the kernel and, where there may be something to merge, the one that does: `(out [rows, N, D] in the plan's
+    dtype, lse float32 [rows, N])`."""
     operands, structure = jax.tree.flatten(inputs)
 
     def body(*refs, **allocations):
         read, (out, lse) = jax.tree.unflatten(structure, refs[: len(operands)]), refs[len(operands) :]
         _kernel(plan, read, out, lse, **allocations)
 
-    shape = parts, plan.T, plan.K, plan.group
+    shape = plan.splits, plan.rows, plan.K, plan.group
     out, lse = kernel(
         body,
         name="jattn_decode",
@@ -270,16 +317,36 @@ def launch(plan: Plan, inputs: Inputs, *, multiprocessors: int, interpret=False)
             jax.ShapeDtypeStruct((*shape, plan.D), jnp.float32 if plan.merged else plan.dtype),
             jax.ShapeDtypeStruct(shape, jnp.float32),
         ),
-        scratch=scratch,
-        grid={"block": min(multiprocessors, parts * plan.K * plan.tiles)},
+        scratch=_scratch(plan),
+        grid={"block": min(multiprocessors, _most_items(plan))},
         warpgroups=2 * STREAMS,
         interpret=interpret,
         approximate=True,
     )(*operands)
-    rows = plan.T * plan.N
     if plan.merged:
-        out, lse = out.reshape(parts, 1, rows, plan.D), lse.reshape(parts, rows)
-        out, lse = combine(
-            plan, inputs.lengths, inputs.query_lengths, inputs.sinks, out, lse, interpret=interpret
-        )  # fmt: skip
-    return out.reshape(plan.B, plan.T, plan.N, plan.D), lse.reshape(plan.B, plan.T, plan.N)
+        out, lse = combine(plan, inputs, out, lse, interpret=interpret)
+    return out.reshape(plan.rows, plan.N, plan.D), lse.reshape(plan.rows, plan.N)
+
+
+def _most_items(plan) -> int:
+    tiles = -(-plan.T // plan.tokens) + plan.B if plan.packed else plan.B * -(-plan.T // plan.tokens)
+    return plan.splits * plan.K * tiles
+
+
+def _scratch(plan) -> dict:
+    stages, queries = STREAMS * plan.stages, STREAMS * plan.query_slots
+    copies = BLOCK // plan.page_rows
+
+    def smem(slots, rows, columns):
+        return plgpu.SMEM((slots, ptx.slabs(columns), rows, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
+
+    return dict(
+        q_smem=smem(queries, plan.query_rows, plan.H), k_smem=smem(stages, BLOCK, plan.H),
+        v_smem=smem(stages, BLOCK, plan.D), items=plgpu.SMEM((queries, len(FIELDS)), jnp.int32),
+        dealt=plgpu.Barrier(num_barriers=queries),
+        q_ready=plgpu.Barrier(num_arrivals=plan.tokens * ptx.slabs(plan.H), num_barriers=queries),
+        q_free=plgpu.Barrier(num_barriers=queries),
+        k_ready=plgpu.Barrier(num_arrivals=copies * ptx.slabs(plan.H), num_barriers=stages),
+        v_ready=plgpu.Barrier(num_arrivals=copies * ptx.slabs(plan.D), num_barriers=stages),
+        free=plgpu.Barrier(num_barriers=stages),
+    )  # fmt: skip
