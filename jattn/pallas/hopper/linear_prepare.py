@@ -78,7 +78,7 @@ def _kernel(
     qk, kk = ptx.wgmma_wait_group(0, qk, kk)
 
     scale = x.scale[0] if plan.options.scale is None else jnp.float32(plan.options.scale)
-    query_factor = jnp.full_like(sums, scale) if q_norm is None else q_norm * scale
+    query_factor = _same(scale) if q_norm is None else q_norm * scale
     A, lower = qk * decays * along_columns(query_factor, CHUNK), kk * along_columns(beta, CHUNK)
     if k_norm is not None:
         k_norm_columns = linear_tiles.ld_shared_along_rows(numbers.at[2])
@@ -104,10 +104,15 @@ def _gates(x):
     exists = ptx.row_numbers() < rows
     beta = jnp.where(exists, gates.activated(options, read(x.beta)), 0.0)
     if x.g is None:
-        return jnp.zeros_like(beta), beta
+        return _same(jnp.float32(0)), beta
     A_log, bias = (None if a is None else a[x.head] for a in (x.A_log, x.dt_bias))
     g = jnp.maximum(gates.log_decay(options, read(x.g), A_log, bias), _LEAST)
     return jnp.where(exists, g, 0.0), beta
+
+
+def _same(x):
+    """A number for each row."""
+    return plgpu.layout_cast(jnp.full(CHUNK, x), ptx.ROW)
 
 
 def _inverse_norms(smem):
@@ -117,9 +122,7 @@ def _inverse_norms(smem):
 
 def _write_vectors(smem, decayed, rest, last, query_factor, k_norm):
     norm = (lambda a: a) if k_norm is None else (lambda a: a * k_norm)
-    values = dict(
-        key=norm(decayed), query=query_factor * decayed, update=norm(rest), last=jnp.full_like(decayed, last)
-    )
+    values = dict(key=norm(decayed), query=query_factor * decayed, update=norm(rest), last=_same(last))
     for i, name in enumerate(VECTORS):
         smem[i] = values[name]
 

@@ -55,7 +55,7 @@ def _kernel(
     inverse_smem,  # [stages, 1, 64, 64]
     scores_smem,  # [stages, 1, 64, 64]
     vectors_smem,  # float32 [stages, 4, 64]
-    out_smem,  # [warpgroups, 2, 1, 64, 64]
+    out_smem,  # [warpgroups, 1, 64, 64]
     # barriers
     ready,  # [stages] TMA
     free,  # [stages] every warpgroup is done with the chunk
@@ -144,10 +144,9 @@ def _one_chunk(x, i, S):
 
 
 def _write_out(x, i, o):
-    """Through one of two stages: when this copy is made, the one before has left the other."""
-    smem = x.out_smem.at[x.warpgroup, lax.rem(i, i32(2))]
+    smem = x.out_smem.at[x.warpgroup]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the chunk before has left the staging memory
     linear_tiles.stmatrix_trans(o, smem)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.commit_smem()
     rows = x.out.at[x.batch, pl.ds(i * CHUNK, CHUNK), x.head]
     plgpu.copy_smem_to_gmem(smem.at[0], rows.at[:, pl.ds(x.column, COLUMNS)])  # nothing past the last token
@@ -208,7 +207,7 @@ def _scratch(plan) -> dict:
     return dict(
         q_smem=smem(stages, slabs), k_smem=smem(stages, slabs), v_smem=smem(stages, plan.warpgroups),
         inverse_smem=smem(stages, 1), scores_smem=smem(stages, 1),
-        vectors_smem=plgpu.SMEM((stages, len(VECTORS), CHUNK), jnp.float32), out_smem=smem(plan.warpgroups, 2, 1),
+        vectors_smem=plgpu.SMEM((stages, len(VECTORS), CHUNK), jnp.float32), out_smem=smem(plan.warpgroups, 1),
         ready=plgpu.Barrier(num_arrivals=2 * slabs + plan.warpgroups + 3, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=stages),
     )  # fmt: skip
