@@ -16,7 +16,7 @@ from jattn.pallas.hopper.linear_plan import Inputs, Plan, warpgroups_of
 
 __all__ = ["PLATFORM", "ChunkConfig", "choose", "forward", "why_not", "why_not_here"]
 
-_HEAD_DIM = 128
+_LARGEST_H, _LARGEST_D = 128, 256
 _MULTIPROCESSORS = 132
 
 
@@ -46,9 +46,9 @@ def why_not(problem) -> str | None:
     states = {problem.state_dtype, problem.initial_state} - {None, "float32", "bfloat16"}
     if states:
         return f"states must be float32 or bfloat16, not {states.pop()}"
-    for letter, width in (("H", problem.H), ("D", problem.D)):
-        if width != _HEAD_DIM:
-            return f"head dims must be {_HEAD_DIM}, not {letter}={width}"
+    for letter, width, most in (("H", problem.H, _LARGEST_H), ("D", problem.D, _LARGEST_D)):
+        if not isinstance(width, int) or width % 64 or width > most:
+            return f"head dims must be multiples of 64, H up to {_LARGEST_H} and D up to {_LARGEST_D}, not {letter}={width}"
     symbolic = [f"{name}={n}" for name in "BTN" if not isinstance(n := getattr(problem, name), int)]
     return f"needs static shapes, not {symbolic[0]}" if symbolic else None
 

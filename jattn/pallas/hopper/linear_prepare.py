@@ -46,7 +46,7 @@ def _kernel(
     *,
     # shared memory
     q_smem,  # [2, 64, 64], in slabs of 64 columns; A and M on their way out
-    k_smem,  # [2, 64, 64]
+    k_smem,  # [slabs of H, 64, 64]
     numbers,  # float32 [3, 64]: g, β, nk
     vectors_smem,  # float32 [4, 64]
     scratch,  # float32 [64, PITCH]
@@ -58,13 +58,14 @@ def _kernel(
     chunk, batch = lax.rem(rest, i32(plan.chunks)), lax.div(rest, i32(plan.chunks))
     x = SimpleNamespace(plan=plan, **dict.fromkeys(_INPUTS), head=head, chunk=chunk, batch=batch, numbers=numbers)
     vars(x).update(inputs)
-    for array, smem in ((x.query, q_smem), (x.key, k_smem)):
+    slabs = ptx.slabs(plan.H)
+    for array, smem in ((x.query, q_smem.at[:slabs]), (x.key, k_smem)):
         copy_rows(plan, array, batch, chunk, key_head(plan, head), smem, ready)
     g, beta = _gates(x)
     plgpu.barrier_wait(ready)
     q_norm = k_norm = None
     if plan.options.qk_l2norm:
-        q_norm, k_norm = (_inverse_norms(smem) for smem in (q_smem, k_smem))
+        q_norm, k_norm = (_inverse_norms(smem, plan.H) for smem in (q_smem, k_smem))
     numbers[0], numbers[1] = g, beta
     if k_norm is not None:
         numbers[2] = k_norm
@@ -115,8 +116,8 @@ def _same(x):
     return plgpu.layout_cast(jnp.full(CHUNK, x), ptx.ROW)
 
 
-def _inverse_norms(smem):
-    rows = memory.ldmatrix(smem, smem.shape[0] * ptx.SLAB).astype(jnp.float32)
+def _inverse_norms(smem, H):
+    rows = memory.ldmatrix(smem, H).astype(jnp.float32)
     return gates.inverse_norm(jnp.sum(rows * rows, axis=1))
 
 
@@ -135,17 +136,18 @@ def launch(plan: Plan, inputs, *, interpret=False) -> Prepared:
     def body(*refs, **allocations):
         _kernel(plan, dict(zip(given, refs, strict=False)), *refs[len(given) :], **allocations)
 
-    slabs = plgpu.SMEM((2, CHUNK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
+    slabs = ptx.slabs(plan.H)
+    smem = lambda n: plgpu.SMEM((n, CHUNK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)  # noqa: E731
     return Prepared(
         *kernel(
             body,
             name="jattn_linear_prepare",
             out_type=(shapes.inverse, shapes.scores, shapes.vectors),
             scratch=dict(
-                q_smem=slabs, k_smem=slabs, numbers=plgpu.SMEM((3, CHUNK), jnp.float32),
+                q_smem=smem(2), k_smem=smem(slabs), numbers=plgpu.SMEM((3, CHUNK), jnp.float32),
                 vectors_smem=plgpu.SMEM((len(VECTORS), CHUNK), jnp.float32),
                 scratch=plgpu.SMEM((CHUNK, linear_tiles.PITCH), jnp.float32),
-                ready=plgpu.Barrier(num_arrivals=2 * slabs.shape[0]),
+                ready=plgpu.Barrier(num_arrivals=2 * slabs),
             ),  # fmt: skip
             grid={"block": plan.B * plan.chunks * plan.N},
             warpgroups=1,

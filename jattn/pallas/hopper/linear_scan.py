@@ -49,8 +49,8 @@ def _kernel(
     state,  # float32 [B * N, H, D], or [B * N, D, 1, H]
     *,
     # shared memory, matrices in slabs of 64 columns
-    q_smem,  # [stages, 2, 64, 64]
-    k_smem,  # [stages, 2, 64, 64]
+    q_smem,  # [stages, slabs of H, 64, 64]
+    k_smem,  # [stages, slabs of H, 64, 64]
     v_smem,  # [stages, warpgroups, 64, 64]
     inverse_smem,  # [stages, 1, 64, 64]
     scores_smem,  # [stages, 1, 64, 64]
