@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn.pallas._compat import kernel, pl, plgpu
-from jattn.pallas.hopper import decode_rows, memory, ptx, scores, softmax
+from jattn.pallas.hopper import decode_quantised, decode_rows, memory, mma, ptx, scores, softmax
 from jattn.pallas.hopper.decode_combine import combine
 from jattn.pallas.hopper.decode_plan import BLOCK, LOG2E, STREAMS, Inputs, Plan, over_items
 from jattn.pallas.hopper.lists import i32
@@ -46,23 +46,28 @@ def _kernel(
     out,  # [X, T, K, group, D]
     lse,  # float32 [X, T, K, group]
     *,
-    # shared memory, in slabs of 64 columns (`ptx.slabs`)
-    q_smem,  # [streams, slabs of H, 64, 64]
-    k_smem,  # [streams · stages, slabs of H, 64, 64]
-    v_smem,  # [streams · stages, slabs of D, 64, 64]
+    # shared memory, in slabs of 64 columns (`ptx.slabs`), or of 128 where they have 8 bits
+    q_smem,  # [streams, slabs of H, rows, 64]
+    k_smem,  # [streams · stages, slabs of H, 64, 64 or 128]
+    v_smem,  # [streams · stages, slabs of D, 64, 64 or 128]
     # barriers; a TMA barrier takes one arrival a copy
     q_ready,  # [streams] TMA
     q_free,  # [streams] consumer: it is done with the queries
     k_ready,  # [streams · stages] TMA
     v_ready,  # [streams · stages] TMA
     free,  # [streams · stages] consumer: it is done with the slot's keys and values
+    # of a quantised cache (`decode_quantised`)
+    states=None,  # float32 [streams, 2, warps, rows]
+    parts=None,  # float32 [streams, warps, 8, D + padding]
+    scales=None,  # float32 [streams · stages, 2, 64]: of the tokens of a block, keys and values
+    scales_ready=None,  # [streams · stages] producer
 ):
     warpgroup, blocks = lax.axis_index("warpgroup"), lax.axis_size("block")
     stream = lax.rem(warpgroup, i32(STREAMS))
     x = SimpleNamespace(
         plan=plan, **vars(inputs), out=out, lse=lse, q_smem=q_smem, k_smem=k_smem, v_smem=v_smem, q_ready=q_ready,
-        q_free=q_free, k_ready=k_ready, v_ready=v_ready, free=free, block=lax.axis_index("block"), stream=stream,
-        streams=blocks * STREAMS,
+        q_free=q_free, k_ready=k_ready, v_ready=v_ready, free=free, states=states, parts=parts, scales=scales,
+        scales_ready=scales_ready, block=lax.axis_index("block"), stream=stream, streams=blocks * STREAMS,
     )  # fmt: skip
     x.first_item = _first_item(stream, x.block, blocks)
 
@@ -74,7 +79,7 @@ def _kernel(
     @pl.when(warpgroup < STREAMS)
     def _():
         plgpu.set_max_registers(_REGISTERS[0], action="increase")
-        _consume(x)
+        decode_quantised.consume(x) if plan.scales else _consume(x)
 
 
 def _first_item(stream, block, blocks):
@@ -126,13 +131,18 @@ def _load_block(x, item, i, position):
     """The item's i-th block of keys and values."""
     slot, rows = _slot(x, position + i), x.plan.page_rows
     places = _places(x, item, item.begin + i)  # read before the wait: it hides their latency
+    by_token = "token" in (x.plan.scales or ())
+    scales = decode_quantised.load_scales(x, item, (item.begin + i) * BLOCK) if by_token else None
     pl.when(position + i >= x.plan.stages)(lambda: plgpu.barrier_wait(x.free.at[slot]))
     for array, smem, ready in ((x.k, x.k_smem, x.k_ready), (x.v, x.v_smem, x.v_ready)):
         for j, (page, row) in enumerate(places):
             source = array.at[page, pl.ds(row, rows), item.head]
             for s in range(smem.shape[1]):
                 target = smem.at[slot, s, pl.ds(j * rows, rows)]
-                plgpu.copy_gmem_to_smem(_slab(x, source, s), target, ready.at[slot])
+                plgpu.copy_gmem_to_smem(_slab(x, source, s, smem.shape[3]), target, ready.at[slot])
+    if by_token:
+        decode_quantised.st_scales(scales, x.scales.at[slot])
+        plgpu.barrier_arrive(x.scales_ready.at[slot])
 
 
 def _places(x, item, block) -> list:
@@ -151,12 +161,12 @@ def _places(x, item, block) -> list:
     return [(jnp.clip(x.tables[item.batch, jnp.minimum(e, last)], 0, p.pages - 1), row) for e, row in entries]
 
 
-def _slab(x, rows, i):
+def _slab(x, rows, i, width=ptx.SLAB):
     """Columns of slab i of `rows [rows, columns]` in HBM. TMA reads zeros past the last."""
-    start = i * ptx.SLAB
-    if start + ptx.SLAB > rows.shape[-1]:
+    start = i * width
+    if start + width > rows.shape[-1]:
         start = jnp.minimum(x.block, 0) + start  # Pallas refuses a constant slice past the edge
-    return rows.at[:, pl.ds(start, ptx.SLAB)]
+    return rows.at[:, pl.ds(start, width)]
 
 
 # --- consumer ---------------------------------------------------------------------------------------------------------
@@ -242,20 +252,7 @@ def _write(x, item, m, total, accumulator):
 def launch(plan: Plan, inputs: Inputs, *, multiprocessors: int, interpret=False):
     """Runs the kernel and, where there may be something to merge, the one that does: `(out [B, T, N, D] in the plan's
     dtype, lse float32 [B, T, N])`."""
-    stages, parts = STREAMS * plan.stages, plan.B * plan.splits
-    copies = BLOCK // plan.page_rows
-
-    def smem(slots, columns):
-        return plgpu.SMEM((slots, ptx.slabs(columns), BLOCK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
-
-    scratch = dict(
-        q_smem=smem(STREAMS, plan.H), k_smem=smem(stages, plan.H), v_smem=smem(stages, plan.D),
-        q_ready=plgpu.Barrier(num_arrivals=plan.tokens * ptx.slabs(plan.H), num_barriers=STREAMS),
-        q_free=plgpu.Barrier(num_barriers=STREAMS),
-        k_ready=plgpu.Barrier(num_arrivals=copies * ptx.slabs(plan.H), num_barriers=stages),
-        v_ready=plgpu.Barrier(num_arrivals=copies * ptx.slabs(plan.D), num_barriers=stages),
-        free=plgpu.Barrier(num_barriers=stages),
-    )  # fmt: skip
+    parts = plan.B * plan.splits
     operands, structure = jax.tree.flatten(inputs)
 
     def body(*refs, **allocations):
@@ -270,7 +267,7 @@ def launch(plan: Plan, inputs: Inputs, *, multiprocessors: int, interpret=False)
             jax.ShapeDtypeStruct((*shape, plan.D), jnp.float32 if plan.merged else plan.dtype),
             jax.ShapeDtypeStruct(shape, jnp.float32),
         ),
-        scratch=scratch,
+        scratch=_scratch(plan, inputs),
         grid={"block": min(multiprocessors, parts * plan.K * plan.tiles)},
         warpgroups=2 * STREAMS,
         interpret=interpret,
@@ -283,3 +280,31 @@ def launch(plan: Plan, inputs: Inputs, *, multiprocessors: int, interpret=False)
             plan, inputs.lengths, inputs.query_lengths, inputs.sinks, out, lse, interpret=interpret
         )  # fmt: skip
     return out.reshape(plan.B, plan.T, plan.N, plan.D), lse.reshape(plan.B, plan.T, plan.N)
+
+
+def _scratch(plan, inputs) -> dict:
+    stages, copies = STREAMS * plan.stages, BLOCK // plan.page_rows
+
+    def smem(slots, columns, dtype, rows=BLOCK):
+        width = mma.ROW_BYTES // dtype.itemsize
+        return plgpu.SMEM((slots, -(-columns // width), rows, width), dtype, transforms=ptx.TRANSFORMS)
+
+    k_smem, v_smem = smem(stages, plan.H, inputs.k.dtype), smem(stages, plan.D, inputs.v.dtype)
+    scratch = dict(
+        q_smem=smem(STREAMS, plan.H, plan.dtype, plan.rows), k_smem=k_smem, v_smem=v_smem,
+        q_ready=plgpu.Barrier(num_arrivals=plan.tokens * ptx.slabs(plan.H), num_barriers=STREAMS),
+        q_free=plgpu.Barrier(num_barriers=STREAMS),
+        k_ready=plgpu.Barrier(num_arrivals=copies * k_smem.shape[1], num_barriers=stages),
+        v_ready=plgpu.Barrier(num_arrivals=copies * v_smem.shape[1], num_barriers=stages),
+        free=plgpu.Barrier(num_barriers=stages),
+    )  # fmt: skip
+    if plan.scales:
+        scratch |= dict(
+            states=plgpu.SMEM((STREAMS, 2, mma.WARPS, plan.rows), jnp.float32),
+            parts=plgpu.SMEM((STREAMS, mma.WARPS, mma.QUERIES, plan.D + mma.PADDING), jnp.float32),
+        )
+    if "token" in (plan.scales or ()):
+        scratch |= dict(
+            scales=plgpu.SMEM((stages, 2, BLOCK), jnp.float32), scales_ready=plgpu.Barrier(num_barriers=stages)
+        )
+    return scratch

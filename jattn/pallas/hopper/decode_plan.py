@@ -18,6 +18,7 @@ from jattn.pallas.hopper.lists import i32
 LOG2E = math.log2(math.e)
 STREAMS = 2  # of items in a thread block, each with a producer and a consumer warpgroup
 ROWS = 64  # of a query tile
+QUANTISED_ROWS = 8, 16  # of one over a quantised cache, whose products have as many columns: the fewest that it fills
 BLOCK = 64  # keys a step
 _MOST_STAGES = 6
 _RESERVED_BYTES = 1024  # barriers and alignment
@@ -61,6 +62,7 @@ class Plan:
     soft_cap: float | None
     config: DecodeConfig
     sinks: bool = False
+    scales: tuple | None = None  # what a scale of keys and of values belongs to; None: the cache is not quantised
 
     @property
     def group(self) -> int:
@@ -69,7 +71,14 @@ class Plan:
     @property
     def tokens(self) -> int:
         """Query tokens of a tile, whose rows they fill with the heads of a group."""
-        return min(self.T, ROWS // self.group)
+        return min(self.T, self.rows // self.group)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile, not all of which may be filled."""
+        if self.scales is None:
+            return ROWS
+        return next((rows for rows in QUANTISED_ROWS if rows >= self.T * self.group), QUANTISED_ROWS[-1])
 
     @property
     def tiles(self) -> int:
@@ -89,8 +98,13 @@ class Plan:
     def stages(self) -> int:
         """Blocks of keys and values that a stream has in shared memory: as many as there is room for."""
         h, d = padded_width(self.H), padded_width(self.D)
-        room = SHARED_MEMORY_BYTES[9, 0] - _RESERVED_BYTES - STREAMS * ROWS * h * 2
-        return min(_MOST_STAGES, room // (STREAMS * BLOCK * (h + d) * 2))
+        room = SHARED_MEMORY_BYTES[9, 0] - _RESERVED_BYTES - STREAMS * self.rows * h * 2
+        if self.scales:  # slabs have 128 columns, and what warps merge and scales of tokens need room
+            block = BLOCK * sum(-(-x // 128) * 128 for x in (h, d)) + 2 * BLOCK * 4
+            room -= STREAMS * 4 * (8 * (self.D + 4) + 2 * self.rows) * 4 + 3 * 1024
+        else:
+            block = BLOCK * (h + d) * 2
+        return min(_MOST_STAGES, room // (STREAMS * block))
 
     @property
     def page_rows(self) -> int:
@@ -115,13 +129,15 @@ class Inputs:
     """The kernel's inputs in HBM; None where the problem has none."""
 
     q: Any  # [B, T, N, H]
-    k: Any  # [P, page, K, H]
-    v: Any  # [P, page, K, D]
+    k: Any  # [P, page, K, H], of the plan's dtype or quantised
+    v: Any  # [P, page, K, D], likewise
     lengths: Any  # int32 [B]
     tables: Any = None  # int32 [B, W]; None: sequence b is page b
     query_lengths: Any = None  # int32 [B]
     scale: Any = None  # float32 [1]
     sinks: Any = None  # float32 [1, N]
+    k_scale: Any = None  # float32 [1] for the tensor, [K] one a head, or [P, page, K] one a token and head
+    v_scale: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
