@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from caches import draw, hold, problem
 from test_hopper_decode import EDGES, attend, attend_pages, emulated, equal
-from test_hopper_ptx import BF16, HOW, copy_in, f32, normal, run, store
+from test_hopper_ptx import BF16, HOW, copy_in, f32, normal, run, slab_memory, store
 
 import jattn
 from jattn import decode, paged
 from jattn.pallas import decode as mosaic
-from jattn.pallas._compat import plgpu
+from jattn.pallas._compat import pl, plgpu
 from jattn.pallas.hopper import decode_quantised, mma, ptx
+from jattn.pallas.hopper.decode_plan import Plan
 
 INT8, FP8 = "int8", "float8_e4m3fn"
-QUERIES = [8, 16]
 
 
 def quantised(x, dtype, per):
@@ -63,64 +63,213 @@ def test_contiguous_with_window_cap_sinks_and_missing_queries(capfd):
 # The wrappers
 
 
-def raw_memory(dtype):
-    return plgpu.SMEM((1, 1, 64, 128), dtype, transforms=ptx.TRANSFORMS)
-
-
-def bytes_of(dtype, width):
-    """All 256 of them, several times, in any order."""
+def some_bytes(dtype, width):
+    """All 256 of them, several times, in any order; NaN only at key 5, channel 3."""
     x = np.random.default_rng(0).permutation(64 * width).astype(np.uint8).reshape(64, width)
+    if dtype == FP8:
+        x = np.where(x & 127 == 127, 0, x).astype(np.uint8)
+        x[5, 3] = 127
     return jnp.asarray(x.view(jnp.dtype(dtype)))
-
-
-def copy_bytes_in(array, smem, barrier):
-    start = jnp.minimum(jax.lax.axis_index("block"), 0)  # traced: Pallas refuses a constant slice past the edge
-    plgpu.copy_gmem_to_smem(array.at[:, plgpu_ds(start)], smem.at[0, 0], barrier)
-
-
-def plgpu_ds(start):
-    from jax.experimental import pallas as pl
-
-    return pl.ds(start, 128)
 
 
 @pytest.mark.parametrize("interpret", HOW)
 @pytest.mark.parametrize("dtype", [INT8, FP8])
-@pytest.mark.parametrize("width, queries", [(16, 8), (48, 16), (128, 16), (128, 8)])
-def test_products(interpret, dtype, width, queries):
-    """Every byte in its place: scores of unit vectors, then of any queries; and weighted sums of values."""
-    k, q = bytes_of(dtype, width), normal(64, width)
-    w, alpha = normal(64, queries, dtype=jnp.float32, seed=1), 0.5
+@pytest.mark.parametrize("width, queries", [(16, 8), (48, 16), (128, 32)])
+def test_products_and_the_merge_of_warps(interpret, dtype, width, queries):
+    """Scores of each key and query; and weighted sums of values, of rows that go to tokens of 3 heads, under equal
+    states of all warps."""
+    k, q, w = some_bytes(dtype, width), normal(32, width), normal(64, queries, dtype=jnp.float32, seed=1)
+    rows = queries - 4
 
-    def body(k, q, w, s_out, o_out, *, raw, q_smem, states, parts, barrier):
-        copy_bytes_in(k, raw, barrier)
+    def body(k, q, w, s_out, o_out, lse_out, *, raw, q_smem, states, parts, barrier):
+        zero = jnp.minimum(jax.lax.axis_index("block"), 0)
+        plgpu.copy_gmem_to_smem(k.at[:, pl.ds(zero, 128)], raw.at[0, 0], barrier)
         copy_in(q, q_smem, barrier, queries)
         plgpu.barrier_wait(barrier)
-        store(s_out, mma.product(raw.at[0], width, mma.load_queries(q_smem.at[0], width), queries))
+        operand = q_smem.at[0] if queries == 32 else mma.load_queries(q_smem.at[0], width)
+        store(s_out, mma.product(raw.at[0], width, operand, queries))
         weights = w[...] if interpret else plgpu.load(w, layout=ptx.WGMMA, optimized=False)
-        accumulator, _ = mma.init(width, queries)
-        # Under sums of weights of 1 in the first warp and none in the others, which see no key.
-        one = jnp.full((64, queries), 0.0, jnp.float32) if interpret else ptx.zeros(queries)
-        _, factor, state = mma.online_softmax(one, mma.init(width, queries)[1])
-        accumulator = mma.accumulate(accumulator, factor, weights, raw.at[0], width)
+        accumulator, state = mma.init(width, queries)
+        _, alpha, state = mma.online_softmax(ptx.zeros(queries), state)
+        accumulator = mma.accumulate(accumulator, alpha, weights, raw.at[0], width)
         mma.st_states(state, states)
         plgpu.commit_smem()
-        zero = jax.lax.axis_index("block")
         for tile in range(queries // 8):
-            mma.st_part(accumulator, tile, width, states, parts, alpha)
+            mma.st_part(accumulator, tile, width, states, parts, 32.0)
             plgpu.commit_smem()
-            mma.st_global_parts(parts, o_out, (zero, zero), zero, tile=tile, rows=queries - 3)
+            mma.st_global_parts(parts, o_out, (zero, zero), zero, tile=tile, rows=rows)
             plgpu.commit_smem()
+        mma.st_global_lse(states, lse_out, (zero, zero), zero, rows=rows)
 
-    del alpha
-    s, o = run(
-        functools_body(body), (f32(64, queries), f32(1, queries - 2, 1, 1, width)), (k, q, w), interpret,
-        raw=raw_memory(k.dtype), q_smem=plgpu.SMEM((1, ptx.slabs(width), queries, 64), BF16, transforms=ptx.TRANSFORMS),
+    tokens = queries // 3
+    s, o, lse = run(
+        body, (f32(64, queries), f32(1, tokens, 1, 3, width), f32(1, tokens, 1, 3)), (k, q, w), interpret,
+        raw=plgpu.SMEM((1, 1, 64, 128), k.dtype, transforms=ptx.TRANSFORMS), q_smem=slab_memory(queries, width),
         states=plgpu.SMEM((2, 4, queries), jnp.float32), parts=plgpu.SMEM((4, 8, width + mma.PADDING), jnp.float32),
         barrier=plgpu.Barrier(num_arrivals=1 + ptx.slabs(width)),
     )  # fmt: skip
-    del s, o
+    k, q, w = (np.asarray(x).astype(np.float64) for x in (k, q[:queries], w.astype(BF16)))
+    for got, a, b in ((s, k, q.T), (o.reshape(-1, width)[:rows].T / 0.5, k.T, w[:, :rows])):
+        seen = ~np.isnan(a).any(axis=1)
+        assert np.isnan(got[~seen]).all() and (~seen).sum() == (dtype == FP8)
+        np.testing.assert_array_less(np.abs(got - a @ b)[seen], (2e-6 * abs(a) @ abs(b) + 1e-9)[seen])
+    np.testing.assert_allclose(lse.reshape(-1)[:rows], np.log(64), rtol=1e-6)
 
 
-def functools_body(body):
-    return body
+@pytest.mark.parametrize("interpret", HOW)
+@pytest.mark.parametrize("paged", [False, True])
+def test_scales_of_tokens_reach_their_block(interpret, paged):
+    """Of keys 64 to 127 of a sequence, seen from 70 to 120; the last page of the table is wild."""
+    scales = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (2, 2, 120, 3)), jnp.float32)
+    tables = jnp.int32([[9, 9, 9, 9, 9, 9, 9, 9], [0, 1, 2, 3, 11, 8, 5, 99]])
+    pool = scales.reshape(2, 15, 16, 3) if paged else scales
+
+    def body(keys, values, tables, out, *, smem):
+        zero = jax.lax.axis_index("block")
+        decode_quantised.st_scales(
+            decode_quantised.ld_scales(
+                keys, values, tables if paged else None, zero + 1, zero + 2, zero + 64, zero + 70, zero + 120
+            ),
+            smem.at[0],
+        )
+        plgpu.commit_smem()
+        ones = plgpu.layout_cast(jnp.full((64, 8), 1, jnp.float32), ptx.WGMMA)
+        for half in range(2):
+            out[half] = decode_quantised._scaled(ones, smem.at[0, half])
+
+    out = run(body, f32(2, 64, 8), (*pool, tables), interpret, smem=plgpu.SMEM((1, 2, 64), jnp.float32))
+    key = np.arange(64, 128)
+    places = (np.array([11, 8, 5, 14])[key // 16 - 4], key % 16) if paged else (1, np.minimum(key, 119))
+    for half in range(2):
+        want = np.where((key >= 70) & (key < 120), np.asarray(pool[half])[(*places, 2)], 0)
+        np.testing.assert_array_equal(out[half], np.broadcast_to(want[:, None], (64, 8)))
+
+
+# Which calls it runs
+
+Q, KEY, VALUE = draw(2, 1, 40, dtype="bfloat16")
+REFUSED = {
+    "bfloat16 over int8 and bfloat16": lambda: decode.prepare(Q, jattn.quantize(KEY), VALUE),
+    "float16 over int8": lambda: decode.prepare(Q.astype("float16"), *map(jattn.quantize, (KEY, VALUE))),
+    "multiples of 16, not H=24": lambda: decode.prepare(
+        draw(2, 1, 40, H=24, dtype="bfloat16")[0], *map(jattn.quantize, draw(2, 1, 40, H=24)[1:])
+    ),
+    "at most 32 query heads for a key head of a quantised cache, not N/K=33": lambda: decode.prepare(
+        draw(2, 1, 40, 33, 1, dtype="bfloat16")[0], *map(jattn.quantize, draw(2, 1, 40, 33, 1)[1:])
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refusals_name_their_reason(words):
+    assert words in mosaic.why_not(REFUSED[words]().problem)
+
+
+@pytest.mark.parametrize("T, rows, tokens", [(1, 8, 1), (2, 8, 2), (4, 16, 4), (5, 32, 5), (8, 32, 8), (16, 32, 8)])
+def test_a_tile_has_the_fewest_rows_that_it_fills(T, rows, tokens):
+    call = empty_call(T=T, N=8, K=2)
+    plan = Plan(
+        B=1, T=T, S=64, N=8, K=2, H=128, D=128, pages=1, page=None, dtype=jnp.dtype("bfloat16"), scale=1.0, left=None,
+        right=0, soft_cap=None, config=mosaic.choose(call.problem, None), scales=("token", "token"),
+    )  # fmt: skip
+    assert (plan.rows, plan.tokens) == (rows, tokens) and plan.stages >= 4
+
+
+# Compiled without a GPU
+
+SHAPES = dict(tensor=lambda shape: (), head=lambda shape: shape[2:3], token=lambda shape: shape[:3])
+
+
+def empty_call(page=None, B=3, T=1, S=1100, N=8, K=2, H=128, D=None, stored=((INT8, "token"),) * 2, **options):
+    def keys(width, stored):
+        shape = (B, S, K, width) if page is None else (B * -(-S // page), page, K, width)
+        return jattn.Quantized(jnp.zeros(shape, stored[0]), jnp.zeros(SHAPES[stored[1]](shape), jnp.float32))
+
+    q, lengths = jnp.zeros((B, T, N, H), BF16), jnp.full(B, S, jnp.int32)
+    k, v = keys(H, stored[0]), keys(D or H, stored[1])
+    if page is None:
+        return decode.prepare(q, k, v, lengths, **options)
+    tables = jnp.zeros((B, -(-S // page)), jnp.int32)
+    return paged.prepare(q, jattn.PagedCache(k, v, tables, lengths), **options)
+
+
+COMPILED = {
+    **{
+        f"{dtype}, {H}, {D}, {T} tokens": dict(H=H, D=D, T=T, stored=((dtype, "token"),) * 2, page=page)
+        for dtype, H, D, T, page in (
+            (INT8, 128, 128, 1, 16), (FP8, 128, 128, 4, 64), (INT8, 128, 128, 16, None), (FP8, 128, 128, 16, 16),
+            (INT8, 64, 64, 16, 64), (FP8, 128, 64, 1, None),
+        )
+    },
+    "benchmarked": dict(B=64, S=8192, N=32, K=8),
+    "int8 and fp8, narrow": dict(page=64, T=3, H=64, D=48, stored=((INT8, "tensor"), (FP8, "token"))),
+    "fp8, window, cap, sinks": dict(
+        page=32, T=5, H=96, local_window_size=(100, 3), logits_soft_cap=20.0, scale=jnp.float32(0.3),
+        query_seq_lengths=jnp.int32([5, 1, 0]), sinks=jnp.zeros(8), stored=((FP8, "head"), (INT8, "head")),
+    ),
+    "int8, window, cap, many tokens": dict(
+        page=16, T=16, N=32, K=8, local_window_size=(100, 3), logits_soft_cap=3.0, query_seq_lengths=jnp.int32([5, 1, 0])
+    ),
+    "many heads": dict(N=32, K=1, T=2, stored=((FP8, "head"), (FP8, "token"))),
+}  # fmt: skip
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_for_an_h200(name):
+    call = empty_call(**COMPILED[name])
+    assert mosaic.why_not(call.problem) is None
+    options = dataclasses.replace(call.options, config=mosaic.choose(call.problem, None))
+    leaves, structure = jax.tree.flatten(call.arrays)
+    found = aot.compile_for_h200(lambda *leaves: mosaic.forward(structure.unflatten(leaves), options), *leaves)
+    assert found.clean, found
+
+
+# On a GPU
+
+ON_GPU = {
+    "int8 a token": ((INT8, "token"), (INT8, "token"), 128, 128, 1),
+    "fp8 a token": ((FP8, "token"), (FP8, "token"), 64, 128, 3),
+    "int8 a head": ((INT8, "head"), (INT8, "head"), 128, 128, 16),
+    "fp8 and int8, head and tensor": ((FP8, "head"), (INT8, "tensor"), 80, 48, 2),
+    "int8 and fp8, tensor and token": ((INT8, "tensor"), (FP8, "token"), 128, 16, 7),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+@pytest.mark.parametrize("name", ON_GPU)
+def test_every_edge_of_pages_blocks_and_splits(name, page_size):
+    """Against the oracle over the dequantised cache, and pages are the contiguous cache bit for bit, again and again."""
+    key, value, H, D, T = ON_GPU[name]
+    q, k, v = draw(len(EDGES), T, 1088, 8, 2, H, D, dtype="bfloat16")
+    k, v = quantised(k, *key), quantised(v, *value)
+    want = attend(q, poisoned(k, EDGES), poisoned(v, EDGES), EDGES)
+    hold(want, problem(q, *map(caches.dequantized, (k, v)), EDGES))
+    cache = caches.paged(k, v, EDGES, page_size, seed=page_size)
+    for _ in range(20):
+        equal(attend_pages(q, cache), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, (300, 0)])
+def test_bits_do_not_depend_on_neighbours_row_capacity_or_padding(window):
+    """Padding to 16 tokens takes tiles of other sizes, too."""
+    q, k, v = draw(1, 3, 1300, 8, 2, 128, dtype="bfloat16")
+    k, v = quantised(k, INT8, "token"), quantised(v, FP8, "token")
+    want = attend(q, k, v, np.array([1277], np.int32), local_window_size=window)
+    rng = np.random.default_rng(1)
+    for B, row, S, T in ((1, 0, 5000, 3), (2, 1, 2048, 3), (3, 1, 1408, 16)):
+        qs = 9 * rng.standard_normal((B, T, *q.shape[2:]), np.float32).astype(BF16)
+        ks, vs = (quantised(rng.standard_normal((B, S, *x.shape[2:])), x.dtype, "token") for x in (k, v))
+        lengths, counts = rng.integers(0, S, B).astype(np.int32), np.full(B, T, np.int32)
+        lengths[row], counts[row] = 1277, 3
+        qs[row, :3] = q[0]
+        ks, vs = (
+            jax.tree.map(lambda a, b, row=row: a.at[row, :1277].set(b[0, :1277]), new, x)
+            for new, x in ((ks, k), (vs, v))
+        )
+        options = dict(query_seq_lengths=counts) if T != 3 else {}
+        out, lse = attend(qs, ks, vs, lengths, local_window_size=window, **options)
+        np.testing.assert_array_equal(out[row, :3], want[0][0], err_msg=f"{B=} {row=} {S=} {T=}")
+        np.testing.assert_array_equal(lse[row, :3], want[1][0], err_msg=f"{B=} {row=} {S=} {T=}")

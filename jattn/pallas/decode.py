@@ -14,7 +14,7 @@ from jattn._varying import unvary, vary, varying_axes
 from jattn.pallas import lowering, partition
 from jattn.pallas.attention import PLATFORM, why_not_here
 from jattn.pallas.hopper.decode import launch
-from jattn.pallas.hopper.decode_plan import ROWS, DecodeConfig, Inputs, Plan
+from jattn.pallas.hopper.decode_plan import QUANTISED_ROWS, ROWS, DecodeConfig, Inputs, Plan
 from jattn.pallas.hopper.mma import FORMATS
 
 __all__ = ["PLATFORM", "DecodeConfig", "choose", "forward", "why_not", "why_not_here"]
@@ -155,8 +155,9 @@ def why_not(problem) -> str | None:
     if problem.sequences is not None:
         return "packed queries are not implemented"
     group = problem.N // problem.K
-    if group > ROWS:
-        return f"at most {ROWS} query heads for a key head, not N/K={group}"
+    most, whose = (QUANTISED_ROWS[-1], " of a quantised cache") if quantised else (ROWS, "")
+    if group > most:
+        return f"at most {most} query heads for a key head{whose}, not N/K={group}"
     if problem.T * group > _QUERIES:
         return f"at most {_QUERIES} queries for a key head, not T={problem.T} times N/K={group}"
     if problem.partial:

@@ -33,7 +33,8 @@ from jattn.pallas.hopper.decode_combine import combine
 from jattn.pallas.hopper.decode_plan import BLOCK, LOG2E, STREAMS, Inputs, Plan, over_items
 from jattn.pallas.hopper.lists import i32
 
-_REGISTERS = 192, 64  # a thread of a consumer and of a producer: 128 · 2 · their sum is 65,536
+# A thread of a consumer and of a producer: 128 · 2 · their sum is 65,536.
+_REGISTERS, _REGISTERS_QUANTISED = (192, 64), (208, 48)
 
 
 # --- kernel -----------------------------------------------------------------------------------------------------------
@@ -71,14 +72,16 @@ def _kernel(
     )  # fmt: skip
     x.first_item = _first_item(stream, x.block, blocks)
 
+    mine, others = _REGISTERS_QUANTISED if plan.scales else _REGISTERS
+
     @pl.when(warpgroup >= STREAMS)
     def _():
-        plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+        plgpu.set_max_registers(others, action="decrease")
         _produce(x)
 
     @pl.when(warpgroup < STREAMS)
     def _():
-        plgpu.set_max_registers(_REGISTERS[0], action="increase")
+        plgpu.set_max_registers(mine, action="increase")
         decode_quantised.consume(x) if plan.scales else _consume(x)
 
 

@@ -28,6 +28,7 @@ from jattn.pallas.hopper.decode_plan import BLOCK, LOG2E, over_items
 from jattn.pallas.hopper.lists import i32
 from jattn.pallas.hopper.ptx import SCALAR, integer
 
+_KEPT_QUERIES = 16  # in registers through an item
 _THREADS = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
@@ -41,8 +42,10 @@ def consume(x):
     def one_item(item, number, position):
         del number
         plgpu.barrier_wait(x.q_ready.at[x.stream])
-        queries = mma.load_queries(x.q_smem.at[x.stream], p.H)
-        plgpu.barrier_arrive(x.q_free.at[x.stream])
+        queries = x.q_smem.at[x.stream]
+        if p.rows <= _KEPT_QUERIES:
+            queries = mma.load_queries(queries, p.H)
+            plgpu.barrier_arrive(x.q_free.at[x.stream])
         low, high = _bounds(x, item)
         scale = x.scale[0] if p.scale is None else p.scale
         if p.scales[0] != "token":
@@ -71,6 +74,8 @@ def consume(x):
             return accumulator, state
 
         results = lax.fori_loop(0, item.blocks, one_block, mma.init(p.D, p.rows))
+        if p.rows > _KEPT_QUERIES:
+            plgpu.barrier_arrive(x.q_free.at[x.stream])
         _write(x, item, *results)
         return position + item.blocks
 

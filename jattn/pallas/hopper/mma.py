@@ -100,55 +100,65 @@ def _mma(accumulator, a, b) -> list:
 
 
 def load_queries(ref, columns: int):
-    """The right operand of `product`, of bfloat16 `ref [slabs, queries, 64]`; in interpret mode the matrix."""
+    """The right operand of `product`, of bfloat16 `ref [slabs, queries, 64]`, in registers; in interpret mode the
+    matrix."""
     queries, chunks = ref.shape[1], columns // CHUNK
     if interpreting():
-        value = jnp.concatenate([ref[i] for i in range(ref.shape[0])], axis=1)[:, :columns]
-        plgpu.commit_smem()  # to the emulation a copy into what was read is a race without it
-        return value
-    tiles = queries // QUERIES
+        return _queries(ref, columns)
+    count = _padded(2 * queries // QUERIES * chunks)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(ptx.TRANSFORMS),), return_type=_registers_type(_padded(2 * tiles * chunks), jnp.int32)
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(ptx.TRANSFORMS),), return_type=_registers_type(count, jnp.int32))
     def load(_, ref):
-        row, column = _group_and_place()
-        base = arith.addi(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), arith.muli(row, integer(ROW_BYTES)))
-        # 4 channels, 8 bytes: half of one of the two chunks of 16 bytes that a step has.
-        half, inside = arith.divui(column, integer(4)), arith.muli(arith.remui(column, integer(4)), integer(4))
-        words, kind = [], llvm.StructType.get_literal([i32()] * 2)
-        for chunk in range(chunks):
-            place = arith.xori(arith.addi(half, integer(2 * chunk % 8)), row)
-            address = arith.addi(arith.addi(base, inside), arith.muli(place, integer(16)))
-            for tile in range(tiles):
-                offset = (chunk // 4 * queries + tile * QUERIES) * ROW_BYTES
-                text = f"ld.shared.v2.b32 {{$0, $1}}, [$2 + {offset}];"
-                both = llvm.inline_asm(kind, [address], text, "=r,=r,r", has_side_effects=True)
-                words += [llvm.extractvalue(i32(), both, [i]) for i in range(2)]
-        words += [integer(0)] * (_padded(len(words)) - len(words))
+        words = sum(_ld_queries(ref, queries, chunks), [])
+        words += [integer(0)] * (count - len(words))
         return ptx.from_scalars(words, signed=True)
 
     return load(ref)
 
 
-def product(keys, columns: int, queries_operand, queries: int):
-    """Scores float32 `[64, queries]` of the first columns of 8-bit `keys [slabs, 64, 128]`, one key a row."""
-    dtype = keys.dtype
-    if interpreting():
-        q = queries_operand.astype(jnp.float32)
-        return jnp.dot(_matrix(keys)[:, :columns], q.T, preferred_element_type=jnp.float32)
-    tiles = queries // QUERIES
+def _ld_queries(ref, queries: int, chunks: int):
+    """For each chunk, two words for every 8 queries: a thread has 4 channels of one of them."""
+    row, column = _group_and_place()
+    base = arith.addi(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), arith.muli(row, integer(ROW_BYTES)))
+    # 4 channels are half of one of the two pieces of 16 bytes that a chunk has.
+    base = arith.addi(base, arith.muli(arith.remui(column, integer(8)), integer(2)))
+    piece, kind = arith.divui(column, integer(8)), llvm.StructType.get_literal([i32()] * 2)
+    for chunk in range(chunks):
+        place = arith.xori(arith.addi(piece, integer(2 * chunk % 8)), row)
+        address, words = arith.addi(base, arith.muli(place, integer(16))), []
+        for first in range(0, queries, QUERIES):
+            text = f"ld.shared.v2.b32 {{$0, $1}}, [$2 + {(chunk // 4 * queries + first) * ROW_BYTES}];"
+            both = llvm.inline_asm(kind, [address], text, "=r,=r,r", has_side_effects=True)
+            words += [llvm.extractvalue(i32(), both, [i]) for i in range(2)]
+        yield words
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(ptx.TRANSFORMS), WGMMA), return_type=ptx.array_type(queries))
+
+def product(keys, columns: int, operand, queries: int):
+    """Scores float32 `[64, queries]` of the first columns of 8-bit `keys [slabs, 64, 128]`, one key a row.
+
+    Args:
+        operand: what `load_queries` gave, or what it was given: 32 queries find no room in registers.
+    """
+    dtype, in_registers = keys.dtype, len(operand.shape) == 2
+    if interpreting():
+        q = operand if in_registers else _queries(operand, columns)
+        return jnp.dot(_matrix(keys)[:, :columns], q.astype(jnp.float32).T, preferred_element_type=jnp.float32)
+    tiles = queries // QUERIES
+    kinds = plgpu.RefType(ptx.TRANSFORMS), WGMMA if in_registers else plgpu.RefType(ptx.TRANSFORMS)
+
+    @plgpu.inline_mgpu(arg_types=kinds, return_type=ptx.array_type(queries))
     def multiply(_, keys, operand):
-        right = ptx.scalars(operand)
+        if in_registers:
+            kept = ptx.scalars(operand)
+            right = (kept[2 * tiles * i :][: 2 * tiles] for i in range(columns // CHUNK))
+        else:
+            right = _ld_queries(operand, queries, columns // CHUNK)
         sums = [[ptx.constant(0.0)] * 4 for _ in range(tiles)]
-        for chunk, left in enumerate(_operands(keys, dtype, columns, transposed=False)):
-            for tile in range(tiles):
-                sums[tile] = _mma(sums[tile], left, right[2 * (chunk * tiles + tile) :][:2])
+        for left, words in zip(_operands(keys, dtype, columns, transposed=False), right, strict=True):
+            sums = [_mma(x, left, words[2 * tile :][:2]) for tile, x in enumerate(sums)]
         return ptx.from_scalars(sum(sums, []))
 
-    return multiply(keys, queries_operand)
+    return multiply(keys, operand)
 
 
 def online_softmax(s, state):
@@ -470,6 +480,13 @@ def _ld_shared_quad(address, offset: int) -> list:
     text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
     four = llvm.inline_asm(kind, [address], text, "=f,=f,=f,=f,r", has_side_effects=True)
     return [llvm.extractvalue(ir.F32Type.get(), four, [i]) for i in range(4)]
+
+
+def _queries(ref, columns):
+    """The first columns of `ref [slabs, queries, 64]`, in interpret mode."""
+    value = jnp.concatenate([ref[i] for i in range(ref.shape[0])], axis=1)[:, :columns]
+    plgpu.commit_smem()  # to the emulation a copy into what was read is a race without it
+    return value
 
 
 def _matrix(ref):
