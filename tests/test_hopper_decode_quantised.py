@@ -208,7 +208,7 @@ COMPILED = {
         query_seq_lengths=jnp.int32([5, 1, 0]), sinks=jnp.zeros(8), stored=((FP8, "head"), (INT8, "head")),
     ),
     "int8, window, cap, many tokens": dict(
-        page=16, T=16, N=32, K=8, local_window_size=(100, 3), logits_soft_cap=3.0, query_seq_lengths=jnp.int32([5, 1, 0])
+        page=16, T=16, N=32, local_window_size=(100, 3), logits_soft_cap=3.0, query_seq_lengths=jnp.int32([5, 1, 0])
     ),
     "many heads": dict(N=32, K=1, T=2, stored=((FP8, "head"), (FP8, "token"))),
 }  # fmt: skip
@@ -240,7 +240,7 @@ ON_GPU = {
 @pytest.mark.parametrize("page_size", [16, 64, 256])
 @pytest.mark.parametrize("name", ON_GPU)
 def test_every_edge_of_pages_blocks_and_splits(name, page_size):
-    """Against the oracle over the dequantised cache, and pages are the contiguous cache bit for bit, again and again."""
+    """Against the oracle over the dequantised cache; and pages are the contiguous cache bit for bit, repeatedly."""
     key, value, H, D, T = ON_GPU[name]
     q, k, v = draw(len(EDGES), T, 1088, 8, 2, H, D, dtype="bfloat16")
     k, v = quantised(k, *key), quantised(v, *value)

@@ -18,7 +18,7 @@ from jattn.pallas.hopper.lists import i32
 LOG2E = math.log2(math.e)
 STREAMS = 2  # of items in a thread block, each with a producer and a consumer warpgroup
 ROWS = 64  # of a query tile
-QUANTISED_ROWS = 8, 16, 32  # of one over a quantised cache, whose products have as many columns: the fewest that it fills
+QUANTISED_ROWS = 8, 16, 32  # of one over a quantised cache, columns of its products: the fewest that the queries fill
 BLOCK = 64  # keys a step
 _MOST_STAGES = 6
 _RESERVED_BYTES = 1024  # barriers and alignment

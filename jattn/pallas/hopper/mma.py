@@ -12,7 +12,6 @@ Scores are ordinary arrays in the WGMMA layout. What else stays in registers bet
 tile `[64, 2 · registers]` in that layout, and in interpret mode an array of the shape that its maker names.
 """
 
-import jax
 import jax.numpy as jnp
 
 from jattn.pallas._compat import arith, interpreting, ir, llvm, pl, plgpu, utils
@@ -192,8 +191,12 @@ def online_softmax(s, state):
 
 
 def accumulate(accumulator, alpha, weights, values, columns: int):
-    """`accumulator · alpha + Vᵀ · weights`, over each warp's own keys: weights float32 `[64, queries]`, rounded to
-    bfloat16, and the first columns of 8-bit `values [slabs, 64, 128]`; in interpret mode `[warps, columns, queries]`."""
+    """`accumulator · alpha + Vᵀ · weights`, over each warp's own keys; in interpret mode `[warps, columns, queries]`.
+
+    Args:
+        weights: float32 `[64, queries]`, rounded to bfloat16.
+        values: 8-bit `[slabs, 64, 128]`, of which the first columns count.
+    """
     dtype, queries = values.dtype, weights.shape[1]
     if interpreting():
         p = weights.astype(jnp.bfloat16).astype(jnp.float32).reshape(WARPS, KEYS, queries)
