@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from barriers import MBarrier, Memory, Simulation
 from caches import draw, hold, problem
 from test_hopper_decode import EDGES, attend, attend_pages, emulated, equal
 from test_hopper_ptx import BF16, HOW, copy_in, f32, normal, run, slab_memory, store
@@ -58,6 +59,62 @@ def test_contiguous_with_window_cap_sinks_and_missing_queries(capfd):
         local_window_size=(20, None), logits_soft_cap=5.0, scale=jnp.float32(0.4), sinks=sinks,
     )  # fmt: skip
     hold(emulated(call, capfd), p)
+
+
+# The barriers
+
+
+def simulate(blocks, seed, *, stages, early_scales=False, one_barrier=False):
+    """One stream over an item's blocks: copies land by themselves, the producer stores scales."""
+    sim = Simulation(seed)
+    kv, scales = Memory(sim, "kv"), Memory(sim, "scales")
+    copied, scaled, free = ([MBarrier(1) for _ in range(stages)] for _ in range(3))
+
+    def land(slot, i):
+        kv.write(slot, i)
+        copied[slot].arrive()
+
+    def producer():
+        for i in range(blocks):
+            slot = i % stages
+            if early_scales:
+                scales.write(slot, i)
+            if i >= stages:
+                yield free[slot].wait("producer")
+            sim.later(lambda slot=slot, i=i: land(slot, i))
+            yield None
+            if not early_scales:
+                scales.write(slot, i)
+            scaled[slot].arrive()
+        for i in range(max(blocks - stages, 0), blocks):
+            yield free[i % stages].wait("producer")
+
+    def consumer():
+        for i in range(blocks):
+            slot = i % stages
+            yield copied[slot].wait("consumer")
+            if not one_barrier:
+                yield scaled[slot].wait("consumer")
+            for memory in (kv, scales, kv, scales):
+                memory.begin(slot, i)
+                yield None
+                memory.end(slot)
+            free[slot].arrive()
+
+    sim.start(producer())
+    sim.start(consumer())
+    return sim.run()
+
+
+@pytest.mark.parametrize("stages", [2, 5])
+def test_no_hazard_and_no_deadlock(stages):
+    for seed in range(100):
+        assert simulate(seed % 13, seed, stages=stages) == "ok", seed
+
+
+@pytest.mark.parametrize("mistake", ["early_scales", "one_barrier"])
+def test_the_simulation_sees_scales_of_another_block(mistake):
+    assert any("scales" in simulate(9, seed, stages=2, **{mistake: True}) for seed in range(200))
 
 
 # The wrappers
