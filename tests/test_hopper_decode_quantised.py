@@ -1,6 +1,7 @@
 """The Hopper kernel over int8 and fp8 caches: emulated on small problems, compiled for an H200, and on a GPU."""
 
 import dataclasses
+import functools
 
 import aot
 import caches
@@ -10,11 +11,14 @@ import numpy as np
 import pytest
 from barriers import MBarrier, Memory, Simulation
 from caches import draw, hold, problem
-from test_hopper_decode import EDGES, attend, attend_pages, emulated, equal
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_hopper_decode import EDGES, GATHERS, attend, attend_pages, emulated, equal, placed
+from test_hopper_decode import stand_in as stand_in
 from test_hopper_ptx import BF16, HOW, copy_in, f32, normal, run, slab_memory, store
 
 import jattn
-from jattn import decode, paged
+from jattn import decode, paged, paged_attention
 from jattn.pallas import decode as mosaic
 from jattn.pallas._compat import pl, plgpu
 from jattn.pallas.hopper import decode_quantised, mma, ptx
@@ -230,6 +234,33 @@ def test_a_tile_has_the_fewest_rows_that_it_fills(T, rows, tokens):
         right=0, soft_cap=None, config=mosaic.choose(call.problem, None), scales=("token", "token"),
     )  # fmt: skip
     assert (plan.rows, plan.tokens) == (rows, tokens) and plan.stages >= 4
+
+
+# On several devices
+
+
+@pytest.mark.parametrize("per", ["token", "head"])
+def test_scales_stay_with_their_heads(stand_in, per):
+    """Four devices with two key heads cut by heads and sequences; and four by query heads, each with all pages."""
+    q, k, v = draw(4, 2, 60, 8, 2, dtype="bfloat16")
+    lengths = np.array([60, 1, 0, 33], np.int32)
+    k, v = quantised(k, INT8, per), quantised(v, FP8, per)
+    cache = caches.paged(k, v, lengths)
+    attend = functools.partial(paged_attention, implementation="mosaic", return_residual=True)
+    want = jax.jit(attend)(q, cache)
+    hold(want, problem(q, *map(caches.dequantized, (k, v)), lengths))
+    scale = P(None, None, "y") if per == "token" else P("y")
+    for shape, query, pages, scales, rows in (
+        ((2, 2), P("x", None, "y"), P(None, None, "y"), scale, P("x")), ((1, 4), P(None, None, "y"), P(), P(), P()),
+    ):  # fmt: skip
+        mesh = Mesh(np.array(jax.devices()[:4]).reshape(shape), ("x", "y"))
+        stored = jattn.Quantized(pages, scales)
+        operands = placed((q, cache), mesh, (query, jattn.PagedCache(stored, stored, rows, rows)))
+        compiled = jax.jit(attend).lower(*operands).compile()
+        assert not GATHERS.search(compiled.as_text())
+        got = compiled(*operands)
+        assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, query), 4)
+        hold(jax.tree.map(np.asarray, got), problem(q, *map(caches.dequantized, (k, v)), lengths))
 
 
 # Compiled without a GPU
