@@ -134,8 +134,7 @@ def some_bytes(dtype, width):
 
 
 @pytest.mark.parametrize("interpret", HOW)
-@pytest.mark.parametrize("dtype", [INT8, FP8])
-@pytest.mark.parametrize("width, queries", [(16, 8), (48, 16), (128, 32)])
+@pytest.mark.parametrize("dtype, width, queries", [(INT8, 16, 8), (FP8, 48, 16), (INT8, 128, 32), (FP8, 128, 8)])
 def test_products_and_the_merge_of_warps(interpret, dtype, width, queries):
     """Scores of each key and query; and weighted sums of values, of rows that go to tokens of 3 heads, under equal
     states of all warps."""
