@@ -62,8 +62,9 @@ def consume(x):
             if p.scales[0] == "token":
                 s = _scaled(s, x.scales.at[slot, 0])
             s = _in_log2(s, scale, p.soft_cap)
-            s = jnp.where(start < high, s, -jnp.inf)
-            s = s if low is None else jnp.where(start >= low, s, -jnp.inf)
+            key = ptx.numbers(start, 0, p.rows)
+            seen = key < high if low is None else (key < high) & (key >= low)
+            s = jnp.where(seen, s, -jnp.inf)
             weights, alpha, state = mma.online_softmax(s, state)
             if p.scales[1] == "token":
                 weights = _scaled(weights, x.scales.at[slot, 1])
@@ -101,16 +102,15 @@ def _in_log2(s, scale, soft_cap):
 
 
 def _bounds(x, item):
-    """The tile's queries see the key of row r of the block at `start` if `low <= start < high`, int32 `[64, queries]`
-    each; low is None for no bound. Columns past the queries see nothing."""
+    """Keys `[low, high)` that the queries can see, int32 `[64, queries]` each with equal rows, of which the compiler
+    keeps one; low is None for no bound. Columns past the queries see nothing."""
     p, sequence = x.plan, item.sequence
-    row, column = (ptx.numbers(i32(0), axis, p.rows) for axis in (0, 1))
-    token = lax.div(column, i32(p.group)) + item.token
+    token = lax.div(ptx.numbers(i32(0), 1, p.rows), i32(p.group)) + item.token
     high = jnp.where(token < sequence.queries, sequence.keys, 0)
     position = token + sequence.offset
     if p.right is not None:
         high = jnp.minimum(position + (p.right + 1), high)
-    return None if p.left is None else position - p.left - row, high - row
+    return None if p.left is None else position - p.left, high
 
 
 def _clean(x, sequence, slot, start):

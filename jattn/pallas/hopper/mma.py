@@ -67,9 +67,11 @@ def _from_int8(exponents, word, neighbours: bool) -> list:
     return results
 
 
-def _exponents():
-    """0x43434343 in a register, which ptxas must not know: of two constants of `prmt` it has that one immediate and
-    moves the other from a uniform register each time, 56 instructions of 492 a block."""
+def _exponents(queries: int):
+    """0x43434343, where there is room in a register, which ptxas must not know: of two constants of `prmt` it has that
+    one immediate and moves the other from a uniform register each time, 56 instructions of 492 a block."""
+    if queries > 16:
+        return integer(0x43434343)
     return arith.addi(arith.shrui(ptx.thread_index(), integer(16)), integer(0x43434343))
 
 
@@ -85,10 +87,10 @@ def _from_e4m3(word, neighbours: bool) -> list:
     return [llvm.extractvalue(i32(), both, [i]) for i in range(2)]
 
 
-def _operands(ref, dtype, columns: int, *, transposed: bool):
+def _operands(ref, dtype, columns: int, queries: int, *, transposed: bool):
     """The left operand of each chunk, four words of bfloat16: the warp's 16 rows by 16 columns; or `transposed`, the
     chunk's channels, even ones in rows 0 to 7 and odd ones in rows 8 to 15, by the warp's 16 keys."""
-    words = functools.partial(_from_int8, _exponents()) if dtype == jnp.int8 else _from_e4m3
+    words = functools.partial(_from_int8, _exponents(queries)) if dtype == jnp.int8 else _from_e4m3
     for upper, lower in _ld_chunks(ref, columns, transposed=transposed):
         (a, b), (c, d) = words(upper, not transposed), words(lower, not transposed)
         yield (a, b, c, d) if transposed else (a, c, b, d)
@@ -161,7 +163,7 @@ def product(keys, columns: int, operand, queries: int):
         else:
             right = _ld_queries(operand, queries, columns // CHUNK)
         sums = [[ptx.constant(0.0)] * 4 for _ in range(tiles)]
-        for left, words in zip(_operands(keys, dtype, columns, transposed=False), right, strict=True):
+        for left, words in zip(_operands(keys, dtype, columns, queries, transposed=False), right, strict=True):
             sums = [_mma(x, left, words[2 * tile :][:2]) for tile, x in enumerate(sums)]
         return ptx.from_scalars(sum(sums, []))
 
@@ -219,7 +221,7 @@ def accumulate(accumulator, alpha, weights, values, columns: int):
         sums, alphas, p = (ptx.scalars(x) for x in (accumulator, alpha, weights))
         tiles = range(queries // QUERIES)
         right = [[_transposed(_packed(*p[4 * t + 2 * i :][:2])) for i in range(2)] for t in tiles]
-        for chunk, left in enumerate(_operands(values, dtype, columns, transposed=True)):
+        for chunk, left in enumerate(_operands(values, dtype, columns, queries, transposed=True)):
             for t in tiles:
                 at = 4 * (chunk * len(tiles) + t)
                 scaled = [ptx.mul(x, alphas[4 * t + i]) for i, x in enumerate(sums[at : at + 4])]
