@@ -7,7 +7,8 @@ into the 64 rows of a tile, row t · group + g (more tokens are more tiles):
     m, total, p, alpha = online softmax of s
     o = o · alpha + p · v[block]                (tensor core)
 
-and at the end of the item (o / total, lse), which `decode_combine` merges over the splits of a sequence.
+and at the end of the item (o / total, lse), which `decode_combine` merges over the splits of a sequence. Caches of int8
+and fp8 have a consumer of their own (`decode_quantised`).
 
 Pipeline: a thread block has two streams of items, each with a producer warpgroup, which copies q, k and v (TMA, one
 copy a page and slab), and a consumer warpgroup. Nothing overlaps within a stream but copies and arithmetic:
