@@ -20,7 +20,7 @@ def attention(arguments):
     wanted = selected(tables(arguments.table), arguments)
     ceiling = gpu.matmul_ceiling()
     print(f"matmul ceiling {ceiling:.0f} TFLOP/s", flush=True)
-    flexed = gpu.attempt("flex", lambda: flex_times(wanted)) if arguments.flex and arguments.of == "fwd" else None
+    flexed = gpu.attempt("flex", lambda: flex_times(wanted, arguments.of)) if arguments.flex else None
     for done, case in enumerate(wanted):
         if time.perf_counter() - start > arguments.budget:
             print(f"stopped after {arguments.budget:.0f} s; not measured: {'; '.join(map(str, wanted[done:]))}")
@@ -100,13 +100,13 @@ def explained(case):
     return jattn.explain(*case.shape.specs("bfloat16")[:3], **case.keywords(case.arrays()))
 
 
-def flex_times(wanted):
+def flex_times(wanted, of):
     """Milliseconds of compiled PyTorch FlexAttention by case, from a process of its own on the same card."""
     names = [str(case) for case in wanted if str(case) in flex.CASES]
     if not names:
         return {}
     print(f"  flex compiles {len(names)} cases", flush=True)
-    command = [sys.executable, "-m", "benchmarks.flex", *names]
+    command = [sys.executable, "-m", "benchmarks.flex", of, *names]
     done = subprocess.run(command, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, timeout=240)
     if done.returncode:
         raise RuntimeError(done.stderr[-300:])

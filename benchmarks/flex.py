@@ -1,4 +1,4 @@
-"""Compiled PyTorch FlexAttention, forward: `python -m benchmarks.flex [CASE...]` prints JSON, case -> ms.
+"""Compiled PyTorch FlexAttention: `python -m benchmarks.flex fwd|fwd+bwd [CASE...]` prints JSON, case -> ms.
 
 A process of its own: two frameworks in one would share a profiler and a memory pool.
 """
@@ -71,7 +71,7 @@ def dense(query, key, value, mask, mod):
     return weights @ value[0, 0].float()
 
 
-def measure(name, mask, mod):
+def measure(of, mask, mod):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.manual_seed(0)
@@ -83,20 +83,25 @@ def measure(name, mask, mod):
         apart = (call()[0, 0, -64:].float() - wanted).abs().max() / wanted.abs().max()
         if not apart <= 3e-2:
             raise RuntimeError(f"differs from the dense computation by {apart:.1e}")
-        return milliseconds(call)
+        if of == "fwd":
+            return milliseconds(call)
+    operands, dout = (query, key, value), torch.randn_like(query)
+    for x in operands:
+        x.requires_grad_()
+    return milliseconds(lambda: torch.autograd.grad(call(), operands, dout))
 
 
-def main(names):
+def main(of, *names):
     found = {}
     for name, (mask, mod) in CASES.items():
         if names and name not in names:
             continue
         try:
-            found[name] = round(measure(name, mask, mod), 4)
+            found[name] = round(measure(of, mask, mod), 4)
         except Exception as error:
             print(f"flex {name} failed: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True)
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

@@ -1,4 +1,5 @@
-"""`./run bench linear`: linear attention and its decoding steps, beside jla where that can be imported.
+"""`./run bench linear`: linear attention and its decoding steps, beside jla where that can be imported; and
+`./run bench scaling`: one sequence of it, longer and longer, beside softmax attention.
 
 On a GPU bfloat16 and kernel times by CUPTI, elsewhere float32, small shapes and wall time. Every call is first held
 against the recurrence, token by token. Times are set beside two limits, at the bandwidth of a copy measured in the same
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from benchmarks import gpu, providers, timing
 from benchmarks.shapes import selected
-from jattn import linear
+from jattn import attention, linear
 
 AGREEMENT = {"float32": 1e-4, "bfloat16": 3e-2}  # largest max|x - y| / max|y| from the recurrence
 JLA = {"kda": "kda", "gated_delta_rule": "gated_deltanet"}
@@ -78,6 +79,33 @@ GPU = (
 CPU = (
     Shape("kda", 1, 1024, 4, 64), Shape("gated_delta_rule", 1, 1024, 4, 64), Shape("kda", 16, 1, 4, 64, step=True),
 )  # fmt: skip
+SCALING_GPU = tuple(Shape("kda", 1, 1024 << i, 16) for i in range(8))
+SCALING_CPU = tuple(Shape("kda", 1, 256 << i, 4, 64) for i in range(6))
+
+
+def scaling(arguments):
+    """Linear attention and causal softmax attention of one sequence, against its length."""
+    on_gpu = jax.default_backend() == "gpu"
+    dtype = "bfloat16" if on_gpu else "float32"
+    for shape in selected(SCALING_GPU if on_gpu else SCALING_CPU, arguments):
+        for backward in (False, True):
+            calls = {}
+            for op in ("kda", "gated_delta_rule"):
+                one = dataclasses.replace(shape, op=op)
+                inputs = one.inputs(dtype)
+                calls[op] = agreeing(one, built(one, backward, False), inputs, dtype)["jattn"], inputs
+            softmax = jax.jit(passes(functools.partial(attention, is_causal=True), backward))
+            jax.block_until_ready(softmax(*inputs[:3]))
+            for name, ms in times(calls | {"attention": (softmax, inputs[:3])}, arguments.repeats, on_gpu).items():
+                yield {
+                    "shape": f"B1 T{shape.T} N{shape.N} H{shape.H}",
+                    "dtype": dtype,
+                    "pass": "fwd+bwd" if backward else "fwd",
+                    "length": shape.T,
+                    "implementation": name,
+                    "ms": round(ms, 4),
+                    "us_token": round(1e3 * ms / shape.T, 3),
+                }
 
 
 def linear_suite(arguments):
@@ -90,7 +118,7 @@ def linear_suite(arguments):
         for backward in (False,) if shape.step else (False, True):
             inputs = shape.inputs(dtype)
             calls = agreeing(shape, built(shape, backward, on_gpu), inputs, dtype)
-            ms = times(calls, inputs, arguments.repeats, on_gpu)
+            ms = times({name: (f, inputs) for name, f in calls.items()}, arguments.repeats, on_gpu)
             yield from rows(shape, dtype, backward, ms, rate)
 
 
@@ -150,12 +178,11 @@ def agreeing(shape, functions, inputs, dtype):
     return found
 
 
-def times(functions, inputs, repeats, on_gpu):
-    """name -> milliseconds."""
+def times(calls, repeats, on_gpu):
+    """name -> milliseconds, of name -> (function, inputs)."""
     if on_gpu:
-        measured = gpu.measured({name: (f, inputs) for name, f in functions.items()}, repeats)
-        return {name: taken.total for name, taken in measured.items()}
-    taken = timing.interleaved({name: functools.partial(f, *inputs) for name, f in functions.items()}, repeats)
+        return {name: taken.total for name, taken in gpu.measured(calls, repeats).items()}
+    taken = timing.interleaved({name: functools.partial(f, *inputs) for name, (f, inputs) in calls.items()}, repeats)
     return {name: 1e3 * seconds for name, seconds in taken.items()}
 
 
@@ -164,7 +191,7 @@ def copy_rate(on_gpu):
     x = jnp.zeros((1 << 30 if on_gpu else 1 << 26) // 4, jnp.float32)
     copy = jax.jit(lambda x: x + 1)
     jax.block_until_ready(copy(x))
-    return 2e3 * x.nbytes / times({"copy": copy}, (x,), 3, on_gpu)["copy"]
+    return 2e3 * x.nbytes / times({"copy": (copy, (x,))}, 3, on_gpu)["copy"]
 
 
 def rows(shape, dtype, backward, ms, rate):

@@ -1,78 +1,138 @@
-"""Drawings of recorded results."""
+"""The figures of docs/performance.md: recorded rows -> SVG text. `python -m benchmarks.tables` writes them."""
 
-import matplotlib
+from benchmarks import cases, svg
 
-matplotlib.use("Agg")  # files only, no display
-from matplotlib import pyplot as plt  # noqa: E402
-
-from benchmarks import cases, record  # noqa: E402
-
-
-def memory(rows, axes):
-    for name in dict.fromkeys(row["implementation"] for row in rows):
-        mine = [row for row in rows if row["implementation"] == name]
-        axes.plot([int(r["length"]) for r in mine], [int(r["temporary_bytes"]) / 2**20 for r in mine], "o-", label=name)
-    inputs = {int(row["length"]): int(row["qkvo_bytes"]) / 2**20 for row in rows}
-    axes.plot(inputs.keys(), inputs.values(), "k--", label="q, k, v and out")
-    axes.set(xscale="log", yscale="log", xlabel="sequence length", ylabel="temporary MiB, forward + backward")
-    axes.set_xticks(list(inputs), [str(length) for length in inputs], minor=False)
-    axes.minorticks_off()
+PEERS = {"fa3": "FlashAttention-3", "cudnn": "cuDNN", "tokamax": "tokamax", "jla": "jla", "xla": "jax.nn (XLA)"}
+PASSES = {"fwd": "forward", "fwd+bwd": "forward and backward"}
+PAGED = "jattn page of "
 
 
-def cpu(rows, axes):
-    mine = [row for row in rows if row["implementation"].startswith("jattn")]
-    axes.barh([row["shape"] for row in mine], [float(row["times_jax_nn"]) for row in mine], label="jattn")
-    axes.axvline(1, color="k", linestyle="--", label="jax.nn xla")
-    axes.invert_yaxis()
-    axes.set(xlabel="speed, forward + backward, relative to jax.nn")
+def caption(rows, *lines):
+    """When and where the rows were measured, and what else there is to say."""
+    dates = sorted({row["date"] for row in rows})
+    versions = ", ".join(sorted({row["jax"] for row in rows}))
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return [f"Measured on {rows[-1]['device']}, jax {versions}, {when}.", *lines]
 
 
-def against_fa3(rows, axes):
-    """Bars of time relative to FlashAttention-3's, by cell; forward where a cell has both passes."""
-    grid = {str(case) for case in cases.GRID}
-    mine = [row for row in rows if row["shape"] in grid and row["pass"] == "fwd" and row["times_fa3"]]
-    _bars(axes, mine, "implementation", "times_fa3", limit=2.0)
-    axes.set(xlabel="forward time relative to FlashAttention-3 (left is faster)")
+def short(length):
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
-def feature_cost(rows, axes):
-    """jattn's time with a feature relative to the plain causal and full kernels of the same run."""
-    mine = [row for row in rows if row["implementation"] == "jattn" and row["pass"] == "fwd" and row["times_causal"]]
-    both = [row | {"relative to": name, "cost": row[f"times_{name}"]} for row in mine for name in ("causal", "full")]
-    _bars(axes, both, "relative to", "cost")
-    axes.set(xlabel="jattn forward, relative to the plain kernel")
+def speed(rows):
+    """TFLOP/s of plain causal calls of each implementation against the length."""
+    names, panels, used = ["jattn", *PEERS], [], []
+    for H in (128, 64):
+        wanted = {str(c): c.shape for c in cases.GRID if (c.shape.H, c.shape.D, c.shape.K) == (H, H, c.shape.N)}
+        wanted = {name: shape for name, shape in wanted.items() if shape.causal}
+        for of, told in PASSES.items():
+            found = {}
+            for row in rows:
+                if row["shape"] in wanted and row["pass"] == of and row["implementation"] in names:
+                    point = wanted[row["shape"]].S, float(row["tflops"])
+                    found.setdefault(names.index(row["implementation"]), []).append(point)
+                    used.append(row)
+            if found:
+                ticks = {S: short(S) for S in sorted({S for points in found.values() for S, _ in points})}
+                found = {i: sorted(points) for i, points in found.items()}
+                title = f"head dim {H}, {told}"
+                panels.append(svg.lines(title, "sequence length (tokens)", "TFLOP/s", found, ticks))
+    told = caption(used, "bfloat16, causal, as many key heads as query heads; kernel times, each of its latest run.")
+    return svg.figure("Speed against the sequence length", told, ["jattn", *PEERS.values()], panels)
 
 
-def _bars(axes, rows, label, value, limit=None):
-    shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    names = list(dict.fromkeys(row[label] for row in rows))
-    for number, name in enumerate(names):
-        mine = [row for row in rows if row[label] == name]
-        places = [shapes.index(row["shape"]) + 0.8 * number / len(names) for row in mine]
-        axes.barh(places, [float(row[value]) for row in mine], height=0.8 / len(names), label=name, align="edge")
-    axes.axvline(1, color="k", linestyle="--")
-    axes.set_yticks([number + 0.4 for number in range(len(shapes))], shapes, fontsize="x-small")
-    axes.invert_yaxis()
-    if limit:
-        axes.set_xlim(right=limit)
+def ratios(merged):
+    """jattn's time over each peer's."""
+    names, panels = list(PEERS), []
+    for of, told in PASSES.items():
+        table = {row["shape"]: row for row in merged if row["pass"] == of}
+        found = [
+            (str(case), {i + 1: float(x) for i, peer in enumerate(names) if (x := table[str(case)][f"times_{peer}"])})
+            for case in cases.GRID
+            if str(case) in table
+        ]
+        if found:
+            panels.append(svg.dots(told, "jattn's time / the other's", found, 1))
+    told = caption(merged, "bfloat16; kernel times, both in one run. Right of 1 jattn is slower.")
+    return svg.figure("Time beside other implementations", told, ["", *PEERS.values()], panels, 1, 350)
 
 
-#: What a suite's picture shows, side by side.
-DRAWINGS = {"cpu": (cpu,), "memory": (memory,), "attention": (against_fa3, feature_cost)}
+def features(merged):
+    """Time of a feature over that of the plain causal kernel, and over FlexAttention's."""
+    wanted = {str(case): str(case).partition("H128 ")[2] for case in cases.FEATURES}
+    names, panels = list(PASSES), []
+    for column, told in (("causal", "the plain causal call"), ("flex", "compiled PyTorch FlexAttention")):
+        found = {}
+        for row in merged:
+            if row["shape"] in wanted and row[f"times_{column}"] and row["pass"] in names:
+                values = found.setdefault(wanted[row["shape"]], {})
+                values[names.index(row["pass"])] = float(row[f"times_{column}"])
+        if found:
+            panels.append(svg.dots(f"beside {told}", "jattn's time / the other's", list(found.items()), 1, 175))
+    told = caption(merged, "B4 S4096 N16 H128, bfloat16; times of all kernels of a call, both in one run.")
+    return svg.figure("What a feature costs", told, list(PASSES.values()), panels, height=320)
 
 
-def draw(suite):
-    """Draws the suite's latest rows on the device of the last one; returns the path of the picture."""
-    rows = record.load(record.RESULTS / f"{suite}.csv")
-    last = rows[-1]
-    panels = [panel for panel in DRAWINGS[suite] if panel is not feature_cost or any(r["times_full"] for r in rows)]
-    figure, _ = plt.subplots(1, len(panels), figsize=(7 * len(panels), 4 * len(panels)), layout="constrained")
-    mine = record.latest([row for row in rows if row["device"] == last["device"]])
-    for panel, place in zip(panels, figure.axes, strict=True):
-        panel(mine, place)
-        place.set_title(f"{last['device']}, jax {last['jax']}, {last['date']}", fontsize="small")
-        if place.get_legend_handles_labels()[0]:
-            place.legend(fontsize="small", framealpha=1)
-    path = record.RESULTS / f"{suite}.png"
-    figure.savefig(path, dpi=150)
-    return path
+def memory(rows):
+    """Temporary bytes of forward and backward against the length."""
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    found = {i: [] for i in range(len(names))}
+    for row in rows:
+        found[names.index(row["implementation"])].append((int(row["length"]), int(row["temporary_bytes"]) / 2**30))
+    inputs = sorted({(int(row["length"]), int(row["qkvo_bytes"]) / 2**30) for row in rows})
+    series = {i: sorted(points) for i, points in found.items()}
+    ticks = {S: short(S) for S, _ in inputs}
+    panel = svg.lines("", "sequence length (tokens)", "temporary memory (GiB)", series, ticks, (True, True), inputs)
+    heads = rows[-1]["shape"].partition(f"S{rows[-1]['length']} ")[2]
+    told = f"{heads}, {rows[-1]['dtype']}, one sequence, forward and backward, as XLA compiles it."
+    told = caption(rows, told, "Dashed: the bytes of q, k, v and out.")
+    return svg.figure("Memory against the sequence length", told, names, [panel], 1, 320, 620)
+
+
+def decode(rows):
+    """Bandwidth of decoding against the page size, a panel a shape."""
+    sizes = sorted({int(row["call"].removeprefix(PAGED)) for row in rows if row["call"].startswith(PAGED)})
+    calls = [*(f"{PAGED}{size}" for size in sizes), "jattn contiguous"]
+    ticks, panels = dict(enumerate([*map(str, sizes), "no pages"])), []
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        mine = {row["call"]: float(row["tb_per_s"]) for row in rows if row["shape"] == shape}
+        points = [(i, mine[call]) for i, call in enumerate(calls) if call in mine]
+        peer = {1: [(len(sizes), mine["cudnn contiguous"])]} if "cudnn contiguous" in mine else {}
+        panels.append(svg.lines(shape, "page size (tokens)", "TB/s", {0: points} | peer, ticks, (False, False), high=5))
+    told = caption(rows, "One new token a sequence, bfloat16; bytes of all keys and values over kernel times.")
+    return svg.figure("Decoding: bandwidth against the page size", told, ["jattn", "cuDNN"], panels, 3, 220)
+
+
+def linear(rows):
+    """Milliseconds of linear and softmax attention against the length."""
+    names, panels = {"kda": "KDA", "gated_delta_rule": "gated delta rule", "attention": "softmax, causal"}, []
+    for of, told in PASSES.items():
+        found = {}
+        for row in rows:
+            if row["pass"] == of:
+                point = int(row["length"]), float(row["ms"])
+                found.setdefault(list(names).index(row["implementation"]), []).append(point)
+        if found:
+            ticks = {T: short(T) for T in sorted({T for points in found.values() for T, _ in points})}
+            found = {i: sorted(points) for i, points in found.items()}
+            panels.append(svg.lines(told, "sequence length (tokens)", "time (ms)", found, ticks, (True, True)))
+    heads = " ".join(rows[-1]["shape"].split()[2:])
+    told = caption(rows, f"One sequence, {heads}, {rows[-1]['dtype']}; both are jattn's.")
+    return svg.figure("Linear attention against the sequence length", told, list(names.values()), panels, height=280)
+
+
+def sequence(rows):
+    """Speed of each strategy over several devices, % of that many times one device."""
+    panels, strategies = [], []
+    for of, told in PASSES.items():
+        found = {}
+        for row in rows:
+            if row["pass"] == of and row["percent_of_ideal"]:
+                strategy = f"{row['implementation']} {row['layout'].strip()}"
+                strategies += [] if strategy in strategies else [strategy]
+                found.setdefault(row["shape"], {})[strategies.index(strategy)] = float(row["percent_of_ideal"])
+        if found:
+            panels.append(svg.dots(told, "% of ideal", list(found.items()), 100))
+    number = max(int(row["devices"]) for row in rows)
+    told = caption(rows, f"{number} devices of one host, bfloat16; the ideal is 1/{number} of the time of one device.")
+    return svg.figure("A sequence over several devices", told, strategies, panels, 1, 210)

@@ -123,7 +123,8 @@ def sparse_stages(arguments):
 
 SUITES = {
     "cpu": cpu, "memory": memory, "attention": attention.attention, "tune": tune.tune, "sequence": sequence.sequence,
-    "linear": linear.linear_suite, "sparse": sparse_stages, "decode": decode.decode, "paged": decode.paged,
+    "linear": linear.linear_suite, "scaling": linear.scaling, "sparse": sparse_stages, "decode": decode.decode,
+    "paged": decode.paged,
 }  # fmt: skip
 ON_GPU = ("attention", "tune")
 CACHES = ("decode", "paged")
@@ -147,8 +148,6 @@ def parser():
     _attention_options(commands.choices["attention"])
     for name in CACHES:
         _cache_options(commands.choices[name])
-    command = commands.add_parser("plot", help="draw a suite's latest rows beside its CSV file")
-    command.add_argument("of", choices=("attention", "cpu", "memory"))
     return top
 
 
@@ -159,7 +158,7 @@ def _attention_options(command):
     command.add_argument(
         "--providers", type=lambda text: text.split(","), default=names, metavar="NAME,...", help=",".join(names)
     )
-    command.add_argument("--flex", action="store_true", help="also PyTorch FlexAttention (forward, features)")
+    command.add_argument("--flex", action="store_true", help="also PyTorch FlexAttention (features)")
 
 
 def _cache_options(command):
@@ -173,11 +172,6 @@ def _cache_options(command):
 
 def main(argv=None):
     arguments = parser().parse_args(argv)
-    if arguments.suite == "plot":
-        from benchmarks import plots  # measuring needs no matplotlib
-
-        print(plots.draw(arguments.of))
-        return
     if arguments.suite in ON_GPU:
         gpu.prepare()
     environment = record.environment()

@@ -1,4 +1,4 @@
-"""Rewrites the measured tables of docs/performance.md from results/attention.csv and sequence.csv:
+"""Rewrites the measured tables of docs/performance.md, and its figures beside it, from the CSV files in results/:
 `python -m benchmarks.tables`.
 
 A table stands between `<!-- NAME -->` and `<!-- end NAME -->`; one that is not there yet is put at the end.
@@ -6,7 +6,7 @@ A table stands between `<!-- NAME -->` and `<!-- end NAME -->`; one that is not 
 
 import pathlib
 
-from benchmarks import cases, record
+from benchmarks import cases, plots, record
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "performance.md"
 PEERS = ("fa3", "cudnn", "tokamax", "jla", "xla")
@@ -27,14 +27,22 @@ GOALS = {
     "B1 S65536 N8 H128 causal": (1.00, 1.01),
 }
 BEST_PEER_GOALS = {"B4 S4096 N16 H192 D128 causal": (0.90, 0.90)}
-# Relative to compiled PyTorch FlexAttention, forward.
+# Relative to compiled PyTorch FlexAttention, forward, then forward and backward.
 FLEX_GOALS = {
-    "B4 S4096 N16 H128 causal": 0.54,
-    "B4 S4096 N16 H128 causal window(511,0)": 0.47,
-    "B4 S4096 N16 H128 causal documents 1024": 0.45,
-    "B4 S4096 N16 H128 causal soft cap 20": 0.40,
-    "B4 S4096 N16 H128 causal ALiBi": 0.60,
+    "B4 S4096 N16 H128 causal": (0.54, 0.57),
+    "B4 S4096 N16 H128 causal window(511,0)": (0.47, 0.45),
+    "B4 S4096 N16 H128 causal documents 1024": (0.45, 0.45),
+    "B4 S4096 N16 H128 causal soft cap 20": (0.40, 0.42),
+    "B4 S4096 N16 H128 causal ALiBi": (0.60, 0.65),
 }
+# Relative to cuDNN on contiguous caches: contiguous, and in pages.
+DECODE_GOALS = {
+    "B64 S8192 32/8 H128": (1.03, 1.08),
+    "B8 S8192 32/8 H128": (1.00, 1.05),
+    "B128 S1024 64/8 H128": (1.00, 1.05),
+}
+SHARE_GOAL = 90  # % of ideal, sequence parallelism
+SAME = 0.05  # cards, and runs on one, differ by less
 _SKIPPING = ("documents 1024", "prefix 512", "blocks 25%", "key lengths")
 
 
@@ -85,27 +93,46 @@ def grid_table(rows, of):
 
 def feature_table(rows, of):
     lines = [
-        "| shape | jattn ms | × causal | × full | rule ms | | × Flex | goal | |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| shape | jattn ms | longest kernel | × causal | × full | rule ms | | × Flex | goal | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     known = {row["shape"]: row for row in rows if row["pass"] == of}
     for case in (cases.PLAIN["causal"], *cases.FEATURES):
         if (row := known.get(str(case))) is None:
             continue
         allowed, ms, flex = rule(case, row), float(row["ms"]), ratio(row, "flex")
-        wanted = FLEX_GOALS.get(str(case)) if of == "fwd" else None
+        wanted = FLEX_GOALS.get(str(case), (None, None))[of == "fwd+bwd"]
         plain = f"{number(ratio(row, 'causal'), 2)} | {number(ratio(row, 'full'), 2)}"
         held = f"{number(allowed)} | {verdict(allowed, ms)}"
         beside = f"{number(flex, 2)} | {'–' if wanted is None else f'≤ {wanted:.2f}'} | {verdict(wanted, flex)}"
-        lines.append(f"| {case} | {ms:.3f} | {plain} | {held} | {beside} |")
+        lines.append(f"| {case} | {ms:.3f} | {float(row['longest_ms']):.3f} | {plain} | {held} | {beside} |")
     return lines
+
+
+def on_last_device(rows):
+    return [row for row in rows if row["device"] == rows[-1]["device"]]
+
+
+def merged(rows):
+    """jattn's latest row of each shape and pass; what that run did not measure is of the latest one that did, if jattn
+    took the same time there: a ratio of another kernel says nothing about this one."""
+    found = {}
+    for row in on_last_device(rows):
+        if row["implementation"] == "jattn":
+            before = found.get((row["shape"], row["pass"]), row)
+            same = abs(float(before["ms"]) / float(row["ms"]) - 1) <= SAME
+            kept = {name: value for name, value in row.items() if value or not same}
+            found[row["shape"], row["pass"]] = before | kept
+    return list(found.values())
 
 
 def tables(rows):
     """name -> lines, of jattn's latest rows on the device of the last one; only tables that have rows."""
-    last = rows[-1]
-    mine = record.latest([r for r in rows if r["device"] == last["device"] and r["implementation"] == "jattn"])
-    note = f"Measured on {last['device']}, jax {last['jax']}, {last['date']}; × is jattn's time over the other's."
+    last, mine = rows[-1], merged(rows)
+    note = (
+        f"Measured on {last['device']}, jax {last['jax']}, {last['date']}; × is jattn's time over the other's, "
+        "in the latest run that had both."
+    )
     found = {
         f"{kind} {of}": writer(mine, of)
         for kind, writer in (("attention", grid_table), ("features", feature_table))
@@ -115,10 +142,64 @@ def tables(rows):
     return {name: [note, "", *lines] for name, lines in found.items() if len(lines) >= fewest[name.split()[0]]}
 
 
+def latest_calls(rows):
+    """The last row of each shape and call of `h200_decode.csv`."""
+    return list({(row["shape"], row["call"]): row for row in on_last_device(rows)}.values())
+
+
+def decode_table(rows):
+    lines = [
+        f"Measured on {rows[-1]['device']}, jax {rows[-1]['jax']}, {rows[-1]['date']}.",
+        "",
+        "| shape | call | ms | of these the merge | TB/s | × cuDNN | goal | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in latest_calls(rows):
+        found = float(row["times_cudnn"]) if row["times_cudnn"] else None
+        wanted = None
+        if row["call"] == "jattn contiguous" or row["call"].startswith("jattn page"):
+            wanted = DECODE_GOALS.get(row["shape"], (None, None))["page" in row["call"]]
+        goal = "–" if wanted is None else f"≤ {wanted:.2f}"
+        merge = number(float(row["merge_ms"]), 4) if row["merge_ms"] else "–"
+        measured = f"{float(row['ms']):.4f} | {merge} | {float(row['tb_per_s']):.2f} | {number(found)}"
+        lines.append(f"| {row['shape']} | {row['call']} | {measured} | {goal} | {verdict(wanted, found)} |")
+    return lines
+
+
+def ordered_table(rows):
+    lines = [
+        f"Measured on {rows[-1]['device']}, jax {rows[-1]['jax']}, {rows[-1]['date']}.",
+        "",
+        "| shape | queries a step | in any order, ms | in order, ms | × |",
+        "|---|---|---|---|---|",
+    ]
+    for row in {(row["shape"], row["queries_a_step"]): row for row in rows}.values():
+        ms = f"{float(row['any_order_ms']):.3f} | {float(row['in_order_ms']):.3f}"
+        lines.append(f"| {row['shape']} | {row['queries_a_step']} | {ms} | {number(float(row['times']))} |")
+    return lines
+
+
+def cpu_table(rows):
+    mine = [row for row in record.latest(on_last_device(rows)) if row["implementation"].startswith("jattn")]
+    last = mine[-1]
+    lines = [
+        f"Measured on {last['device']}, jax {last['jax']}, {last['date']}; {last['dtype']}, {last['pass']}.",
+        "",
+        "| shape | jattn ms | % of matmul | times faster than jax.nn |",
+        "|---|---|---|---|",
+    ]
+    for row in mine:
+        lines.append(f"| {row['shape']} | {row['ms']} | {row['percent_of_matmul']} | {row['times_jax_nn']} |")
+    return lines
+
+
+def sequence_rows(rows):
+    names = "shape", "pass", "implementation", "layout"
+    return list({tuple(map(row.get, names)): row for row in rows if row["dtype"] == "bfloat16"}.values())
+
+
 def sequence_table(rows):
     """Lines of sequence parallelism on GPUs; the ideal is the time of one device over the number of devices."""
-    names = "shape", "pass", "implementation", "layout"
-    rows = list({tuple(map(row.get, names)): row for row in rows if row["dtype"] == "bfloat16"}.values())
     last = rows[-1]
     lines = [
         f"Measured on {last['device']} × {last['devices']}, jax {last['jax']}, {last['date']}; calls in a row.",
@@ -136,6 +217,34 @@ def sequence_table(rows):
     return lines
 
 
+def losses(attention, decode, sequence):
+    """Lines: every measured call in which a peer was faster, worst first, and strategies that miss their share."""
+    compared = [(row["shape"], row["pass"], peer, ratio(row, peer)) for row in attention for peer in (*PEERS, "flex")]
+    compared += [
+        (row["shape"], row["call"].removeprefix("jattn "), "cudnn", float(row["times_cudnn"]))
+        for row in latest_calls(decode)
+        if row["call"].startswith("jattn") and "splits" not in row["call"] and row["times_cudnn"]
+    ]
+    compared = [found for found in compared if found[-1] is not None]
+    lost = sorted((found for found in compared if found[-1] > 1), key=lambda found: -found[-1])
+    names = plots.PEERS | {"flex": "FlexAttention"}
+    lines = [
+        f"Slower than a peer in {len(lost)} of {len(compared)} comparisons, worst first:",
+        "",
+        "| shape | call | slower than | × its time |",
+        "|---|---|---|---|",
+        *(f"| {shape} | {call} | {names[peer]} | {times:.3f} |" for shape, call, peer, times in lost),
+    ]
+    best = {}
+    for row in sequence:
+        if row["percent_of_ideal"]:
+            call = f"{row['shape']} {row['pass']}"
+            best[call] = max(best.get(call, 0.0), float(row["percent_of_ideal"]))
+    short = [f"{call} ({share:.1f}%)" for call, share in sorted(best.items(), key=lambda x: x[1]) if share < SHARE_GOAL]
+    told = f"Over several devices the best strategy is below {SHARE_GOAL}% of ideal in {len(short)} of {len(best)}"
+    return [*lines, "", f"{told}: {'; '.join(short)}." if short else f"{told}."]
+
+
 def replaced(page, name, lines):
     """The page with the lines between the markers of `name`."""
     first, last = f"<!-- {name} -->", f"<!-- end {name} -->"
@@ -148,13 +257,39 @@ def replaced(page, name, lines):
     return before + text + rest.split(last, 1)[1]
 
 
-def main():
-    page = PAGE.read_text()
-    for name, lines in tables(record.load(record.RESULTS / "attention.csv")).items():
+def report(page):
+    """(the page with its tables, file name -> figure), as the CSV files give them."""
+    names = "attention", "h200_decode", "h200_ordered_sums", "sequence", "cpu", "memory", "scaling"
+    attention, decode, ordered, sequence, cpu, memory, scaling = (
+        record.load(record.RESULTS / f"{name}.csv") for name in names
+    )
+    mine, sequence = merged(attention), sequence_rows(sequence)
+    found = tables(attention) | {
+        "losses": losses(mine, decode, sequence),
+        "decode": decode_table(decode),
+        "ordered sums": ordered_table(ordered),
+        "sequence": sequence_table(sequence),
+        "cpu": cpu_table(cpu),
+    }
+    for name, lines in found.items():
         page = replaced(page, name, lines)
-    page = replaced(page, "sequence", sequence_table(record.load(record.RESULTS / "sequence.csv")))
-    PAGE.write_text(page)
-    print(PAGE)
+    figures = {
+        "speed": plots.speed(record.latest(on_last_device(attention))),
+        "ratios": plots.ratios(mine),
+        "features": plots.features(mine),
+        "decode": plots.decode(latest_calls(decode)),
+        "sequence": plots.sequence(sequence),
+        "memory": plots.memory(record.latest(on_last_device(memory))),
+        "linear": plots.linear(record.latest(on_last_device(scaling))),
+    }
+    return page, {f"performance_{name}.svg": figure for name, figure in figures.items()}
+
+
+def main():
+    page, figures = report(PAGE.read_text(encoding="utf-8"))
+    for path, text in {PAGE: page, **{PAGE.parent / name: figure for name, figure in figures.items()}}.items():
+        path.write_text(text, encoding="utf-8")
+        print(path)
 
 
 if __name__ == "__main__":

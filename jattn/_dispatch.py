@@ -33,8 +33,8 @@ _LINEAR = ("kda", "gated_delta_rule", "delta_rule", "gla", "simple_gla", "linear
 _TABLE = {
     "attention": {"mosaic": "jattn.pallas.attention", "xla": "jattn.reference.attention"},
     "ragged_attention": {"mosaic": "jattn.pallas.attention", "xla": "jattn.reference.attention"},
-    "decode_attention": {"xla": "jattn.reference.paged", "mosaic": "jattn.pallas.decode"},
-    "paged_attention": {"xla": "jattn.reference.paged", "mosaic": "jattn.pallas.decode"},
+    "decode_attention": {"mosaic": "jattn.pallas.decode", "xla": "jattn.reference.paged"},
+    "paged_attention": {"mosaic": "jattn.pallas.decode", "xla": "jattn.reference.paged"},
     "sequence_decode_attention": {"xla": "jattn.reference.spread"},
     "sequence_paged_attention": {"xla": "jattn.reference.spread"},
     **{f"linear.{op}": {"xla": "jattn.reference.linear"} for op in _LINEAR},

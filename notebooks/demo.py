@@ -1,24 +1,29 @@
 """A byte-level language model on `jattn.nnx.MultiHeadAttention`, trained on the help topics that Python ships.
 
-    ./run demo [--steps 250] [--sequence-length 512] [--seed 0] [--devices 1]
+    ./run demo [--steps 250] [--sequence-length 512] [--seed 0] [--devices 1 | --hybrid]
 
 1. Ten training steps in lockstep with the same model on `jax.nn.dot_product_attention` and dense masks: losses and
    gradients must agree to 1e-5, or the script exits with 1.
 2. The temporary memory of both, forward and backward, against the sequence length.
-3. Training, the loss on held-out documents before and after, and a sample of generated text.
+3. Training, and the loss on held-out documents before and after.
+4. A sample of generated text: the prompt at once, then byte by byte through the caches of the layers. The logits on
+   the way must be those of the model without caches to 1e-5, or the script exits with 1.
 
 Documents are packed several to a row and kept apart by segment ids; layers alternate between a local window and the
 whole document. Uses a GPU if there is one. Plots go to demo-output/.
 
 With `--devices 8` every sequence is spread over eight virtual CPU devices, whose attention is `jattn.ring_attention`.
+
+With `--hybrid` three layers in four are Kimi Delta Attention, whose memory is a state of fixed size, and the fourth is
+gated multi-head latent attention; only 3 and 4 are done.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
@@ -39,7 +44,7 @@ PADDING = -1  # the segment id of unused slots
 TOLERANCE = 1e-5
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Config:
     steps: int = 250
     sequence_length: int = 512
@@ -53,11 +58,22 @@ class Config:
     learning_rate: float = 5e-3
     memory_lengths: tuple = (512, 2048, 8192)
     sample_length: int = 320
+    temperature: float = 0.7
     devices: int = 1
+    hybrid: bool = False
 
     @property
     def layout(self):
         return jattn.SequenceLayout("zigzag", self.devices)
+
+    def window_of(self, i):
+        """The window of layer i."""
+        return None if i % 2 else (self.window, 0)
+
+
+HYBRID = Config(
+    steps=150, sequence_length=256, batch=8, layers=4, width=128, heads=4, learning_rate=8e-3, hybrid=True,
+)
 
 
 # Data
@@ -120,16 +136,18 @@ def training_batches(rows, config):
 
 # Model
 
-def jattn_layer(config, window, rngs):
+# Layers, by their number in the model.
+
+def jattn_layer(config, i, rngs):
     return jattn.nnx.MultiHeadAttention(
-        config.heads, config.width, num_kv_heads=config.kv_heads, is_causal=True, local_window_size=window, rope=True,
-        use_bias=False, rngs=rngs,
+        config.heads, config.width, num_kv_heads=config.kv_heads, is_causal=True,
+        local_window_size=config.window_of(i), rope=True, use_bias=False, rngs=rngs,
     )
 
 
-def ring_layer(config, window, rngs):
+def ring_layer(config, i, rngs):
     """The same layer over tokens that `spread` has laid out."""
-    layer = jattn_layer(config, window, rngs)
+    layer = jattn_layer(config, i, rngs)
     layer.attention_fn = functools.partial(ring_attention, config.layout)
     return layer
 
@@ -157,12 +175,12 @@ def dense_attention(query, key, value, *, mask, **flax_options):
 class DenseLayer(nnx.MultiHeadAttention):
     """The same layer from Flax and jax.nn, with the mask written out."""
 
-    def __init__(self, config, window, rngs):
+    def __init__(self, config, i, rngs):
         super().__init__(
             config.heads, config.width, num_kv_heads=config.kv_heads, use_bias=False, attention_fn=dense_attention,
             decode=False, rngs=rngs,
         )
-        self.window = window
+        self.window = config.window_of(i)
 
     def __call__(self, x, segment_ids):
         position = jnp.arange(x.shape[1])
@@ -173,38 +191,53 @@ class DenseLayer(nnx.MultiHeadAttention):
         return super().__call__(x, mask=mask[:, None])
 
 
+def hybrid_layer(config, i, rngs):
+    if i % 4 == 3:
+        return jattn.nnx.MultiHeadLatentAttention(config.heads, config.width, gated=True, rope=False, rngs=rngs)
+    return jattn.nnx.KimiDeltaAttention(config.heads, config.width, rngs=rngs)
+
+
 class Block(nnx.Module):
-    def __init__(self, attention, config, window, rngs):
+    def __init__(self, attention, config, i, rngs):
         self.attention_norm = nnx.RMSNorm(config.width, rngs=rngs)
-        self.attention = attention(config, window, rngs)
+        self.attention = attention(config, i, rngs)
         self.mlp_norm = nnx.RMSNorm(config.width, rngs=rngs)
         self.up = nnx.Linear(config.width, 4 * config.width, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(4 * config.width, config.width, use_bias=False, rngs=rngs)
 
-    def __call__(self, x, segments):
-        x = x + self.attention(self.attention_norm(x), segment_ids=segments)
+    def __call__(self, x, **options):
+        x = x + self.attention(self.attention_norm(x), **options)
         return x + self.down(jax.nn.gelu(self.up(self.mlp_norm(x))))
 
 
 class LanguageModel(nnx.Module):
     def __init__(self, attention, config, rngs):
-        windows = [None if i % 2 else (config.window, 0) for i in range(config.layers)]
         self.embed = nnx.Embed(256, config.width, rngs=rngs)
-        self.blocks = nnx.List([Block(attention, config, window, rngs) for window in windows])
+        self.blocks = nnx.List([Block(attention, config, i, rngs) for i in range(config.layers)])
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
         self.head = nnx.Linear(config.width, 256, use_bias=False, rngs=rngs)
 
-    def __call__(self, tokens, segments):
+    def __call__(self, tokens, segments=None, decode=False):
+        """Logits of packed rows; with `decode` a row is one document, whose tokens follow those in the caches."""
         x = self.embed(tokens.astype(jnp.int32))
         for block in self.blocks:
-            x = block(x, segments)
+            x = block(x, **({"decode": True} if decode else {"segment_ids": segments}))
         return self.head(self.norm(x))
+
+    def init_cache(self, batch, length):
+        for block in self.blocks:
+            block.attention.init_cache((batch, length, self.embed.features))
 
 
 def build(attention, config):
     """(graphdef, params): the model as a static half and a tree of arrays, initialised in one compilation."""
     model = nnx.jit(lambda: LanguageModel(attention, config, nnx.Rngs(config.seed)))()
     return nnx.split(model, nnx.Param)
+
+
+def graph_of(attention, config):
+    """The static half alone."""
+    return nnx.graphdef(nnx.eval_shape(lambda: LanguageModel(attention, config, nnx.Rngs(config.seed))))
 
 
 def loss_of(graphdef, params, batch):
@@ -293,26 +326,55 @@ def train(step, params, batches, optimizer, steps):
     return params, losses
 
 
-def sample(graphdef, params, key, prompt, length, temperature=0.7):
-    """`prompt` continued to `length` bytes. Each new byte recomputes the row: simple, and one compiled loop."""
-    first = np.zeros(length, np.uint8)
-    first[1 : len(prompt) + 1] = np.frombuffer(prompt, np.uint8)
-    segments = jnp.zeros((1, length), jnp.int32)
+def generate(graphdef, params, key, prompt, length, temperature):
+    """`prompt` continued to `length` tokens through the caches, and the logits that the new ones were drawn from."""
 
     @jax.jit
-    def generate(params, tokens, key):
+    def run(params, prompt, key):
         model = nnx.merge(graphdef, params)
+        model.init_cache(1, length)
+        logits = model(prompt[None], decode=True)[0, -1]
+        static, _, caches = nnx.split(model, nnx.Param, nnx.Cache)
 
-        def append(i, tokens):
-            logits = model(tokens[None], segments)[0, i - 1] / temperature
-            return tokens.at[i].set(jax.random.categorical(jax.random.fold_in(key, i), logits).astype(jnp.uint8))
+        def append(carry, i):
+            caches, logits = carry
+            token = draw(jax.random.fold_in(key, i), logits, temperature).astype(jnp.uint8)
+            model = nnx.merge(static, params, caches)
+            following = model(token[None, None], decode=True)[0, 0]
+            return (nnx.state(model, nnx.Cache), following), (token, logits)
 
-        return jax.lax.fori_loop(len(prompt) + 1, length, append, tokens)
+        new = jnp.arange(length - len(prompt))
+        _, (tokens, logits) = jax.lax.scan(append, (caches, logits), new)
+        return jnp.concatenate([prompt, tokens]), logits
 
-    return bytes(np.asarray(generate(params, first, key))[1:]).decode(errors="replace")
+    return run(params, jnp.asarray(prompt), key)
+
+
+def draw(key, logits, temperature):
+    return jax.random.categorical(key, logits / temperature) if temperature else jnp.argmax(logits)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def without_caches(graphdef, params, tokens):
+    """The logits behind every token of one document."""
+    return nnx.merge(graphdef, params)(tokens[None], jnp.zeros((1, len(tokens)), jnp.int32))[0]
+
+
+def sample(graphdef, params, prompt, config):
+    """Prints `prompt` continued; whether the caches gave the logits of the whole row at once."""
+    first = np.frombuffer(bytes([START]) + prompt, np.uint8)
+    key = jax.random.key(config.seed)
+    tokens, logits = generate(graphdef, params, key, first, config.sample_length, config.temperature)
+    print(bytes(np.asarray(tokens)[1:]).decode(errors="replace"))
+    whole = without_caches(graphdef, params, tokens)[len(first) - 1 : -1]
+    same, difference = int((logits.argmax(-1) == whole.argmax(-1)).sum()), relative_difference(logits, whole)
+    print(f"\n  without caches: the same likeliest byte at {same} of {len(whole)} places, "
+          f"relative difference of the logits {difference:.1e}")
+    return difference <= TOLERANCE
 
 
 def plot(lengths, memory, losses, folder):
+    """The losses, and the memory if it was looked at."""
     try:
         import matplotlib
     except ImportError:
@@ -320,12 +382,15 @@ def plot(lengths, memory, losses, folder):
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    left.loglog(lengths, memory, marker="o", label=["jattn", "jax.nn"])
-    left.set(xlabel="sequence length", ylabel="temporary memory, forward + backward (MiB)")
-    left.set_xticks(lengths, lengths)
-    left.minorticks_off()
-    left.legend()
+    figure = plt.figure(figsize=(10, 4), layout="constrained")
+    if memory is not None:
+        left = figure.add_subplot(1, 2, 1)
+        left.loglog(lengths, memory, marker="o", label=["jattn", "jax.nn"])
+        left.set(xlabel="sequence length", ylabel="temporary memory, forward + backward (MiB)")
+        left.set_xticks(lengths, lengths)
+        left.minorticks_off()
+        left.legend()
+    right = figure.add_subplot(1, 1 if memory is None else 2, 1 if memory is None else 2)
     right.plot(losses)
     right.set(xlabel="step", ylabel="loss (nats per byte)")
     folder.mkdir(exist_ok=True)
@@ -361,23 +426,31 @@ def run(config, output=OUTPUT):
         return run_on_mesh(config, output)
 
 
+def layers_of(config):
+    """The layer of the model that trains, and the same on one device."""
+    if config.hybrid:
+        return hybrid_layer, hybrid_layer
+    return jattn_layer if config.devices == 1 else ring_layer, jattn_layer
+
+
 def run_on_mesh(config, output):
     training, held_out = (pack(documents, config.sequence_length) for documents in split_documents())
     held_out = take(held_out, np.arange(min(len(held_out.tokens), 8 * config.batch)))
-    ours, params = build(jattn_layer if config.devices == 1 else ring_layer, config)
-    alone, _ = build(jattn_layer, config)
-    dense, _ = build(DenseLayer, config)
-    optimizer = optimizer_of(config)
+    layer, layer_alone = layers_of(config)
+    ours, params = build(layer, config)
+    alone = graph_of(layer_alone, config)
+    optimizer, memory = optimizer_of(config), None
     step = step_of(ours, optimizer)
     show_size(params, training)
 
-    print("\nThe same model on jattn and on jax.nn, in lockstep:")
-    if not compare(step, dense, params, training, optimizer, config):
-        print(f"  FAILED: more than {TOLERANCE:.0e}")
-        return 1
-
-    print("\nTemporary memory of one forward and backward pass:")
-    memory = show_memory(alone, dense, params, config.memory_lengths)
+    if not config.hybrid:
+        dense = graph_of(DenseLayer, config)
+        print("\nThe same model on jattn and on jax.nn, in lockstep:")
+        if not compare(step, dense, params, training, optimizer, config):
+            print(f"  FAILED: more than {TOLERANCE:.0e}")
+            return 1
+        print("\nTemporary memory of one forward and backward pass:")
+        memory = show_memory(alone, dense, params, config.memory_lengths)
 
     print("\nTraining:")
     evaluate = jax.jit(functools.partial(loss_of, ours))
@@ -388,18 +461,23 @@ def run_on_mesh(config, output):
     print(f"  held-out loss {before:.3f} before, {evaluate(params, held_out):.3f} after (nats per byte)")
     plot(config.memory_lengths, memory, losses, output)
 
-    print("\nA sample:\n")
-    print(sample(alone, params, jax.random.key(config.seed), b'The "for" statement', config.sample_length))
+    print("\nA sample, through the caches:\n")
+    if not sample(alone, params, b'The "for" statement', config):
+        print(f"  FAILED: more than {TOLERANCE:.0e}")
+        return 1
     return 0
 
 
 def config_of(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=Config.steps)
-    parser.add_argument("--sequence-length", type=int, default=Config.sequence_length)
-    parser.add_argument("--seed", type=int, default=Config.seed)
-    parser.add_argument("--devices", type=int, default=Config.devices, help="virtual CPU devices a sequence")
-    return Config(**vars(parser.parse_args(arguments)))
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], argument_default=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, help=f"{Config.steps}; {HYBRID.steps} for the hybrid")
+    parser.add_argument("--sequence-length", type=int, help=f"{Config.sequence_length}; {HYBRID.sequence_length}")
+    parser.add_argument("--seed", type=int)
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--devices", type=int, help="virtual CPU devices a sequence")
+    kind.add_argument("--hybrid", action="store_true", help="three layers of linear attention to one of latent")
+    given = vars(parser.parse_args(arguments))
+    return dataclasses.replace(HYBRID if given.get("hybrid") else Config(), **given)
 
 
 def main(arguments=None):

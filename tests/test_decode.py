@@ -94,10 +94,11 @@ def test_every_feature(name):
     hold(decode(q, k, v, LENGTHS, **options), problem(q, k, v, LENGTHS, rule, **more))
 
 
-def test_modifiers_count_positions_and_sequences():
-    def gained(score, b, n, t, s, g):
-        return score * g + (0.01 * (t - s).astype(score.dtype) - 0.1 * b.astype(score.dtype))
+def gained(score, b, n, t, s, g):
+    return score * g + (0.01 * (t - s).astype(score.dtype) - 0.1 * b.astype(score.dtype))
 
+
+def test_modifiers_count_positions_and_sequences():
     q, k, v = draw(4, 7)
     p = problem(q, k, v, LENGTHS, score_mod=GAINED, aux=(GAIN,))
     hold(decode(q, k, v, LENGTHS, score_mod=mods.score_mod(gained, GAIN)), p, gained)
@@ -318,7 +319,7 @@ WRONG = jattn.Quantized(np.int8(KEY), np.ones(3, np.float32))
         (lambda: decode_attention(Q, KEY, VALUE, logits_soft_cap=0), ValueError, "logits_soft_cap=0 must be > 0"),
         (lambda: decode_attention(Q, jattn.Quantized(KEY, KEY), VALUE), TypeError, "key: dtype=float32 must be one of"),
         (lambda: decode_attention(Q, WRONG, VALUE), ValueError, r"key: scale has shape \(3,\); expected one of"),
-        (lambda: decode_attention(Q, KEY, VALUE, implementation="cudnn"), ValueError, "from 'xla', 'mosaic' or None"),
+        (lambda: decode_attention(Q, KEY, VALUE, implementation="cudnn"), ValueError, "from 'mosaic', 'xla' or None"),
         (lambda: decode_attention(Q, KEY, VALUE, config=8), TypeError, "config=8 is not a"),
     ],
 )

@@ -13,7 +13,8 @@ from barriers import MBarrier, Memory, Simulation
 from caches import draw, hold, problem
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_hopper_decode import EDGES, GATHERS, attend, attend_pages, emulated, equal, placed
+from test_gpu_decode import EDGES, attend, attend_pages, equal
+from test_hopper_decode import GATHERS, emulated, placed
 from test_hopper_decode import stand_in as stand_in
 from test_hopper_ptx import BF16, HOW, copy_in, f32, normal, run, slab_memory, store
 
@@ -157,9 +158,9 @@ def test_products_and_the_merge_of_warps(interpret, dtype, width, queries):
         for tile in range(queries // 8):
             mma.st_part(accumulator, tile, width, states, parts, 32.0)
             plgpu.commit_smem()
-            mma.st_global_parts(parts, o_out, (zero, zero), zero, tile=tile, rows=rows)
+            mma.st_global_parts(parts, o_out, (zero, zero, zero), zero + rows, tile=tile)
             plgpu.commit_smem()
-        mma.st_global_lse(states, lse_out, (zero, zero), zero, rows=rows)
+        mma.st_global_lse(states, lse_out, (zero, zero, zero), zero + rows)
 
     tokens = queries // 3
     s, o, lse = run(
@@ -232,7 +233,7 @@ def test_a_tile_has_the_fewest_rows_that_it_fills(T, rows, tokens):
         B=1, T=T, S=64, N=8, K=2, H=128, D=128, pages=1, page=None, dtype=jnp.dtype("bfloat16"), scale=1.0, left=None,
         right=0, soft_cap=None, config=mosaic.choose(call.problem, None), scales=("token", "token"),
     )  # fmt: skip
-    assert (plan.rows, plan.tokens) == (rows, tokens) and plan.stages >= 4
+    assert (plan.tile_rows, plan.tokens) == (rows, tokens) and plan.stages >= 4
 
 
 # On several devices

@@ -24,7 +24,7 @@ support_table = script(ROOT / "docs" / "support_table.py")
 
 def test_python_blocks_run(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOOLS = ("sh", "dirname", "cksum", "cat", "mkdir", "rm", "sleep", "cp", "chmod")
+TOOLS = ("sh", "dirname", "cksum", "cat", "mkdir", "rm", "sleep", "cp", "chmod", "grep")
 
 # Stands for an interpreter: writes down its arguments, and `-m venv DIR` copies itself there.
 FAKE_PYTHON = """#!/bin/sh
 echo "$@" >>"$LOG"
 case "$*" in
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-    *"--group dev"*) [ ! -e "$BREAK" ] ;;
+    *"--group "*) [ ! -e "$BREAK" ] ;;
 esac
 """
 DEAD_SHIM = "#!/bin/sh\necho 'version manager: command not found' >&2\nexit 127\n"
@@ -119,3 +119,14 @@ def test_commands_see_the_package_and_their_arguments(checkout):
     assert checkout.log.read_text().endswith("-m pytest -n auto --maxprocesses 8 --dist worksteal -k two words\n")
     checkout("test", "-m", "gpu")
     assert checkout.log.read_text() == "-m pytest -m gpu\n"
+
+
+def test_kernels_have_an_environment_and_files_of_their_own(checkout):
+    checkout.program("python3.12", FAKE_PYTHON)
+    (checkout.folder / "tests").mkdir()
+    (checkout.folder / "tests/test_one.py").write_text("@pytest.mark.aot\n")
+    (checkout.folder / "tests/test_two.py").write_text("@pytest.mark.gpu\n")
+    checkout("kernels", "-k", "two words")
+    assert "--group aot" in checkout.log.read_text()
+    assert checkout.log.read_text().endswith("--dist worksteal -m aot tests/test_one.py -k two words\n")
+    assert (checkout.folder / ".venv-aot/run-state").exists() and not (checkout.folder / ".venv").exists()

@@ -11,36 +11,38 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn._varying import unvary, vary, varying_axes
-from jattn.pallas import lowering, partition
+from jattn.pallas import lowering, partition, primitives
 from jattn.pallas.attention import PLATFORM, why_not_here
 from jattn.pallas.hopper.decode import launch
-from jattn.pallas.hopper.decode_plan import QUANTISED_ROWS, ROWS, DecodeConfig, Inputs, Plan
+from jattn.pallas.hopper.decode_plan import ROWS, DecodeConfig, Inputs, Plan, quantised_rows
 from jattn.pallas.hopper.mma import FORMATS
+from jattn.pallas.lowering import readable, with_bools
 
 __all__ = ["PLATFORM", "DecodeConfig", "choose", "forward", "why_not", "why_not_here"]
 
 _MULTIPROCESSORS = 132  # of an H100 or H200 SXM; on a card with fewer, the rest of the blocks run afterwards
-_QUERIES = 256  # of one key head; each has a float32 part a split, which together are then half as large as the cache
-_MASKS = ("And", "Causal", "Window")
+_PARTS_BYTES = 2**31  # of all queries: each has a float32 part a split
 
 
 def forward(arrays, options, *, interpret=False, multiprocessors=_MULTIPROCESSORS):
-    """`(out [B, T, N, D] in the query's dtype, lse float32 [B, T, N])` of a described call (see `_problem`).
+    """`(out, lse float32)` of a described call, shaped as its query, out in its dtype (see `_problem`).
 
     Args:
         interpret: emulate the kernel on the CPU, with race detection.
         multiprocessors: thread blocks at most.
     """
-    axes = varying_axes(arrays)
+    axes, shape = varying_axes(arrays), arrays.query.shape[:-1]
     arrays = unvary(arrays)  # the body of a kernel is not about them
+    if arrays.cu_queries is not None:
+        arrays = dataclasses.replace(arrays, query=arrays.query[None])
     part = functools.partial(_part, options=options, interpret=interpret, multiprocessors=multiprocessors)
     if 0 in arrays.query.shape or 0 in arrays.key.shape[:2] or 0 in arrays.block_tables.shape:
-        results = _nothing(arrays)
+        out, lse = _nothing(arrays)
     elif interpret:  # it calls back to the host in order, which what may be divided cannot
-        results = part(arrays)
+        out, lse = part(arrays)
     else:
-        results = _divided(part, arrays, own_pages=not options.config.tables)
-    return vary(results, axes)
+        out, lse = _divided(part, arrays, own_pages=not options.config.tables)
+    return vary((out.reshape(*shape, arrays.value.shape[3]), lse.reshape(shape)), axes)
 
 
 def _nothing(arrays):
@@ -50,30 +52,46 @@ def _nothing(arrays):
     return out, jnp.full(shape, -jnp.inf, jnp.float32)
 
 
-def _part(arrays, options, interpret, multiprocessors):
-    """`(out, lse)` of one device's part of the batch and the heads, or of all; not empty."""
-    (B, T, N, H), (P, page, K, _), width = arrays.query.shape, arrays.key.shape, arrays.block_tables.shape[1]
-    left, right = _bounds(lowering.lower_mask(arrays.mask), T, width * page)
+def _part(arrays, options, interpret, multiprocessors, origin=None):
+    """`(out, lse)` of one device's part of the batch and the heads, or of all; not empty.
+
+    Args:
+        origin: int32 `[2]`, the batch index and the head where that part begins.
+    """
+    (_, T, N, H), (P, page, K, _), (B, width) = arrays.query.shape, arrays.key.shape, arrays.block_tables.shape
+    spec = lowering.lower_mask(arrays.mask, row_bounds=False)
+    left, right = _bounds(spec, T, width * page)
     plan = Plan(
         B=B, T=T, S=width * page, N=N, K=K, H=H, D=arrays.value.shape[3], pages=P, page=page if width > 1 else None,
         dtype=arrays.query.dtype, scale=options.scale, left=left, right=right, soft_cap=options.soft_cap,
-        config=options.config, sinks=arrays.sinks is not None,
+        config=options.config, sinks=arrays.sinks is not None, packed=arrays.cu_queries is not None,
         scales=None if arrays.key_scale is None else tuple(map(_per, (arrays.key_scale, arrays.value_scale))),
+        mod=with_bools(options.mod, arrays.aux), rule=spec.rule, rule_of_new=_is_of_new(arrays.mask),
     )  # fmt: skip
     scales = dict(k_scale=arrays.key_scale, v_scale=arrays.value_scale)
     inputs = Inputs(
-        q=arrays.query, k=arrays.key, v=arrays.value, lengths=arrays.lengths,
-        tables=arrays.block_tables if options.config.tables else None, query_lengths=arrays.query_lengths,
+        q=arrays.query.reshape(-1, N, H), k=arrays.key, v=arrays.value, lengths=arrays.lengths,
+        tables=arrays.block_tables if options.config.tables else None, cu_queries=arrays.cu_queries,
+        query_lengths=arrays.query_lengths, limits=None if spec.key_length is None else spec.key_length.reshape(-1),
         scale=None if arrays.scale is None else arrays.scale.astype(jnp.float32).reshape(1),
         sinks=None if arrays.sinks is None else arrays.sinks.astype(jnp.float32)[None],
+        aux=tuple(map(readable, arrays.aux)), mask_arrays=tuple(map(readable, spec.arrays)),
+        origin=origin if plan.mod or plan.rule else None,
         **{name: x if x is None or x.ndim else x[None] for name, x in scales.items()},
     )  # fmt: skip
-    return launch(plan, inputs, interpret=interpret, multiprocessors=multiprocessors)
+    out, lse = launch(plan, inputs, interpret=interpret, multiprocessors=multiprocessors)
+    shape = arrays.query.shape[:3]
+    return out.reshape(*shape, -1), lse.reshape(shape)
 
 
 def _per(scale) -> str:
     """What one of these scales belongs to."""
     return {0: "tensor", 1: "head", 3: "token"}[scale.ndim]
+
+
+def _is_of_new(mask) -> bool:
+    """Whether what a mask hides beyond its bounds is among the keys of the queries themselves: a tree does."""
+    return all(type(term).__name__ in ("Causal", "Window", "Lengths", "Tree") for term in lowering.conjunction(mask))
 
 
 def _bounds(spec, T, S):
@@ -85,28 +103,40 @@ def _bounds(spec, T, S):
 
 
 def _divided(part, arrays, own_pages: bool):
-    """`part(arrays)`, on each device for its part of the batch and the heads (see `partition`).
+    """`part(arrays)`, on each device for its part of the batch and the heads (see `partition`); packed queries stay
+    together.
 
     Args:
         own_pages: whether sequence b is page b; else every device that has some of the sequences has all pages.
     """
     heads, group = arrays.query.shape[2], arrays.query.shape[2] // arrays.key.shape[2]
     operands, structure = jax.tree.flatten(arrays)
-    page = "b" if own_pages else None
-    letters = {
-        "query": ("b", None, "n", None), "key": (page, None, "k", None), "value": (page, None, "k", None),
-        "block_tables": ("b", None), "lengths": ("b",), "query_lengths": ("b",), "scale": (), "sinks": ("n",),
+    batch = None if arrays.cu_queries is not None else "b"
+    page = batch if own_pages else None
+    known = {
+        "query": (batch, None, "n", None), "key": (page, None, "k", None), "value": (page, None, "k", None),
+        "block_tables": (batch, None), "lengths": (batch,), "query_lengths": (batch,), "cu_queries": (None,),
+        "scale": (), "sinks": ("n",),
         **{f"{x}_scale": _scale_letters(getattr(arrays, f"{x}_scale"), page) for x in ("key", "value")},
     }  # fmt: skip
-    leaves, _ = jax.tree_util.tree_flatten_with_path(arrays)
 
-    def one(head, *operands):
+    def letters(path, x):
+        if path[0].name in known:
+            return known[path[0].name]
+        sizes = zip((batch, "n"), x.shape, strict=False)  # of masks and modifiers: [B or 1, N or 1, ...]
+        return (*(letter if size > 1 else None for letter, size in sizes), *[None] * (x.ndim - 2))
+
+    def one(first, head, *operands):
         arrays = jax.tree.unflatten(structure, operands)
-        kept = partition.with_own_keys(arrays, head[0], group)
-        return part(_with_own_scales(kept, head[0] // group, arrays.key.shape[2]))
+        own = partition.with_own_keys(arrays, head[0], group)
+        own = _with_own_scales(own, head[0] // group, arrays.key.shape[2])
+        return part(own, origin=jnp.stack([first[0], head[0]]))
 
-    axes = [("n",), *(letters[path[0].name] for path, _ in leaves)]
-    return partition.cut(one, axes, partition.RESULTS)(jnp.arange(heads, dtype=jnp.int32), *operands)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(arrays)
+    axes = [(batch,), ("n",), *(letters(path, x) for path, x in leaves)]
+    results = (batch, None, "n", None), (batch, None, "n")
+    numbers = (jnp.arange(n, dtype=jnp.int32) for n in (arrays.query.shape[0], heads))
+    return partition.cut(one, axes, results)(*numbers, *operands)
 
 
 def _scale_letters(scale, page):
@@ -144,27 +174,26 @@ def why_not(problem) -> str | None:
         stored = " and ".join(problem.stored)
         return f"runs bfloat16 over int8 and fp8 keys and values, not {problem.dtype} over {stored}"
     for letter, width in (("H", problem.H), ("D", problem.D)):
-        if width % 8 or not 8 <= width <= 128:
-            return f"head dims must be multiples of 8 up to 128, not {letter}={width}"
+        if width % 8 or not 8 <= width <= 256:
+            return f"head dims must be multiples of 8 up to 256, not {letter}={width}"
         if quantised and width % 16:
             return f"head dims of quantised caches must be multiples of 16, not {letter}={width}"
     sizes = dict(B=problem.B, T=problem.T, S=problem.S, N=problem.N)
     symbolic = [f"{letter}={size}" for letter, size in sizes.items() if not isinstance(size, int)]
     if symbolic:
         return f"needs static shapes, not {symbolic[0]}"
-    if problem.sequences is not None:
-        return "packed queries are not implemented"
-    group = problem.N // problem.K
-    most, whose = (QUANTISED_ROWS[-1], " of a quantised cache") if quantised else (ROWS, "")
-    if group > most:
-        return f"at most {most} query heads for a key head{whose}, not N/K={group}"
-    if problem.T * group > _QUERIES:
-        return f"at most {_QUERIES} queries for a key head, not T={problem.T} times N/K={group}"
+    most, whose = (quantised_rows(problem.D)[-1], " of a quantised cache") if quantised else (ROWS, "")
+    if problem.N // problem.K > most:
+        return f"at most {most} query heads for a key head{whose}, not N/K={problem.N // problem.K}"
     if problem.partial:
         return "pieces of a longer sequence are not implemented"
     if problem.S > problem.page and problem.page % 16:
         return f"pages must be multiples of 16, not {problem.page}"
-    unknown = [kind for kind in problem.mask_kinds if kind not in _MASKS]
+    unknown = [kind for kind in problem.mask_kinds if kind not in lowering.KINDS]
     if unknown:
         return f"the kernel does not know masks of kind {unknown[0]}"
-    return None if problem.score_mod is None else "score modifiers are not implemented"
+    queries = problem.T * (problem.B if problem.sequences is None else 1)
+    parts = 4 * queries * problem.N * problem.D * -(-problem.S // DecodeConfig().split)
+    if parts > _PARTS_BYTES:
+        return f"the parts of {queries} queries over S={problem.S} keys would take {parts / 2**30:.1f} GiB, over 2"
+    return primitives.why_not(problem.operations)

@@ -99,7 +99,7 @@ def lower_mask(mask, *, row_bounds: bool = True) -> MaskSpec:
     arrays: list = []
     left = right = None
     prefixes, rules = [], []
-    for term in _conjunction(mask):
+    for term in conjunction(mask):
         kind = type(term).__name__
         if kind == "Causal":
             right = _least(right, 0)
@@ -119,11 +119,12 @@ def _end_of_rows(prefixes: list):
     return (lambda position: jnp.maximum(position + 1, functools.reduce(jnp.minimum, prefixes))) if prefixes else None
 
 
-def _conjunction(mask) -> list:
+def conjunction(mask) -> list:
+    """The masks that all have to hold."""
     if mask is None:
         return []
     if type(mask).__name__ == "And":
-        return _conjunction(mask.left) + _conjunction(mask.right)
+        return conjunction(mask.left) + conjunction(mask.right)
     return [mask]
 
 

@@ -1,8 +1,8 @@
-"""Merges the parts of a sequence's result over the splits of its keys; the second and last launch of a decode call.
+"""Merges the parts of a query's result over the splits of its keys; the second and last launch of a decode call.
 
-A thread block takes 64 rows (token and head) and 8 columns of one sequence. Its warpgroups walk the splits in turns of
-16, so that enough loads are in flight, and the first one merges what they have, in their order: the arithmetic of
-`jattn.merge`, in float32.
+A thread block takes 64 heads and 8 columns of one query. Its warpgroups walk the splits in turns of 16, so that enough
+loads are in flight, and the first one merges what they have, in their order: the arithmetic of `jattn.merge`, in
+float32.
 """
 
 import functools
@@ -13,24 +13,29 @@ from jax import lax
 
 from jattn.pallas._compat import kernel, pl, plgpu
 from jattn.pallas.hopper import decode_rows, memory, ptx
-from jattn.pallas.hopper.decode_plan import Plan, sequence_of
+from jattn.pallas.hopper.decode_plan import Inputs, Plan, sequence_of, splits_of, visible
 from jattn.pallas.hopper.lists import i32
 
 _COLUMNS, _AT_ONCE, _WARPGROUPS = 8, 16, 4
 
 
-def combine(plan: Plan, lengths, query_lengths, sinks, out, lse, *, interpret=False):
-    """`(out [B, rows, 1, 1, D], lse [B, rows, 1, 1])` with rows = T · N, in the plan's dtype and float32.
+def combine(plan: Plan, inputs: Inputs, out, lse, *, interpret=False):
+    """`(out [rows, N, 1, 1, D], lse [rows, N, 1, 1])` in the plan's dtype and float32.
 
     Args:
-        sinks: float32 `[1, N]` or None; they join the denominator last.
-        out: float32 `[B · splits, 1, rows, D]`, the result over each split; those that `sequence_of` names are read.
-        lse: float32 `[B · splits, rows]`.
+        inputs: of which lengths, offsets of packed queries and sinks are read; those join the denominator last.
+        out: float32 `[splits, rows, K, group, D]`, the result over each split; of a query those are read that hold
+            keys which it may see.
+        lse: float32 `[splits, rows, K, group]`.
     """
-    rows = plan.T * plan.N
-    tiles, strips = -(-rows // ptx.TILE_ROWS), -(-plan.D // _COLUMNS)
+    out, lse = out.reshape(-1, 1, plan.N, plan.D), lse.reshape(-1, plan.N)
+    tiles, strips = -(-plan.N // ptx.TILE_ROWS), -(-plan.D // _COLUMNS)
     warpgroups = min(_WARPGROUPS, -(-plan.splits // _AT_ONCE))
-    operands, structure = jax.tree.flatten((lengths, query_lengths, sinks, out, lse))
+    read = Inputs(
+        None, None, None, inputs.lengths, cu_queries=inputs.cu_queries, query_lengths=inputs.query_lengths,
+        limits=inputs.limits, sinks=inputs.sinks,
+    )  # fmt: skip
+    operands, structure = jax.tree.flatten((read, out, lse))
 
     def body(*refs, **others):
         read = jax.tree.unflatten(structure, refs[: len(operands)])
@@ -40,11 +45,11 @@ def combine(plan: Plan, lengths, query_lengths, sinks, out, lse, *, interpret=Fa
         body,
         name="jattn_decode_combine",
         out_type=(
-            jax.ShapeDtypeStruct((plan.B, rows, 1, 1, plan.D), plan.dtype),
-            jax.ShapeDtypeStruct((plan.B, rows, 1, 1), jnp.float32),
+            jax.ShapeDtypeStruct((plan.rows, plan.N, 1, 1, plan.D), plan.dtype),
+            jax.ShapeDtypeStruct((plan.rows, plan.N, 1, 1), jnp.float32),
         ),
         scratch=_scratch(warpgroups),
-        grid={"block": plan.B * tiles * strips},
+        grid={"block": plan.rows * tiles * strips},
         warpgroups=warpgroups,
         interpret=interpret,
     )(*operands)
@@ -61,23 +66,23 @@ def _scratch(warpgroups) -> dict:
     )
 
 
-def _kernel(plan, warpgroups, tiles, strips, lengths, query_lengths, sinks, part_out, part_lse, out, lse, **others):
+def _kernel(plan, warpgroups, tiles, strips, inputs, part_out, part_lse, out, lse, **others):
     number, mine = lax.axis_index("block"), lax.axis_index("warpgroup")
     strip, number = lax.rem(number, i32(strips)), lax.div(number, i32(strips))
-    row, batch = lax.rem(number, i32(tiles)) * ptx.TILE_ROWS, lax.div(number, i32(tiles))
-    sequence, column = sequence_of(plan, lengths, query_lengths, batch), strip * _COLUMNS
+    head, query = lax.rem(number, i32(tiles)) * ptx.TILE_ROWS, lax.div(number, i32(tiles))
+    column = strip * _COLUMNS
+    exists, first, splits = _splits_of_query(plan, inputs, query)
     at_once = min(_AT_ONCE, plan.splits)
-    turns = lax.div(sequence.splits + (at_once - 1), i32(at_once))
+    turns = lax.div(splits + (at_once - 1), i32(at_once))
 
     def one_turn(i, state):
-        """Splits `[i · at_once, (i + 1) · at_once)` of the sequence's."""
-        splits = [(mine + i * warpgroups) * at_once + j for j in range(at_once)]
-        place = batch * plan.splits + sequence.first
+        """Splits `[i · at_once, (i + 1) · at_once)` of the query's."""
         parts = []
-        for s in splits:
-            at = place + jnp.minimum(s, sequence.splits - 1)
-            part_m = decode_rows.ld_global_rows(part_lse, at, row) + jnp.where(s < sequence.splits, 0.0, -jnp.inf)
-            parts.append((part_m, None, memory.ld_global(part_out, at, i32(0), row, column, _COLUMNS)))
+        for j in range(at_once):
+            s = (mine + i * warpgroups) * at_once + j
+            at = (first + jnp.minimum(s, splits - 1)) * plan.rows + query
+            part_m = decode_rows.ld_global_rows(part_lse, at, head) + jnp.where(s < splits, 0.0, -jnp.inf)
+            parts.append((part_m, None, memory.ld_global(part_out, at, i32(0), head, column, _COLUMNS)))
         return _merged(state, parts)
 
     empty = (plgpu.layout_cast(jnp.full((ptx.TILE_ROWS,), x, jnp.float32), ptx.ROW) for x in (-jnp.inf, 0.0))
@@ -94,11 +99,33 @@ def _kernel(plan, warpgroups, tiles, strips, lengths, query_lengths, sinks, part
             # Not those without a split: merging with nothing could still turn -0 into 0.
             last = jnp.minimum(turns, warpgroups) - 1
             final = lax.fori_loop(0, last, lambda i, state: _merged(state, [_taken_over(i, **others)]), state)
-        if sinks is not None:
-            exists = lax.div(row + ptx.row_numbers(), i32(plan.N)) < sequence.queries
-            sink = jnp.where(exists, decode_rows.ld_global_rows(sinks, 0, row), -jnp.inf)
+        if inputs.sinks is not None:
+            sink = decode_rows.ld_global_rows(inputs.sinks, 0, head) + jnp.where(exists, 0.0, -jnp.inf)
             final = _merged(final, [(sink, None, ptx.zeros(_COLUMNS))])
-        _write(final, batch, row, column, out, lse)
+        _write(plan, final, query, head, column, out, lse)
+
+
+def _splits_of_query(plan, inputs, query):
+    """Whether the query is anybody's, and (first, how many) of the splits that hold keys which it may see."""
+    b = lax.div(query, i32(plan.T)) if inputs.cu_queries is None else _owner(inputs.cu_queries, query)
+    sequence = sequence_of(plan, inputs, jnp.clip(b, 0, plan.B - 1))
+    token = query - sequence.row
+    exists = (b >= 0) & (b < plan.B) & (token < sequence.queries)
+    low, high = visible(plan, sequence.offset, sequence.end, token, token + 1)
+    first, splits = splits_of(plan, low, high)
+    return exists, first, jnp.where(exists, splits, 0)
+
+
+def _owner(cu, query):
+    """The last b with cu[b] <= query; -1 if there is none."""
+
+    def halve(_, state):
+        low, high = state  # cu[low] <= query < cu[high], as it were
+        middle = lax.div(low + high, i32(2))
+        after = cu[jnp.clip(middle, 0, cu.shape[0] - 1)] <= query
+        return jnp.where(after, middle, low), jnp.where(after, high, middle)
+
+    return lax.fori_loop(0, cu.shape[0].bit_length() + 1, halve, (i32(-1), i32(cu.shape[0])))[0]
 
 
 def _merged(state, parts):
@@ -132,13 +159,14 @@ def _taken_over(i, *, rows, accumulators, written):
     return m, total, plgpu.load(accumulators.at[i], layout=ptx.WGMMA, optimized=False)
 
 
-def _write(state, batch, row, column, out, lse):
+def _write(plan, state, query, head, column, out, lse):
     m, total, accumulator = state
     seen = total > 0
     result = _scaled(accumulator, jnp.where(seen, 1 / total, 0.0))
-    decode_rows.st_global(out, (batch, i32(0)), result.astype(out.dtype), row, column)
+    start, rows = (query, head, i32(0)), jnp.minimum(plan.N - head, ptx.TILE_ROWS)
+    decode_rows.st_global(out, start, result.astype(out.dtype), rows, column)
 
     @pl.when(column == 0)
     def _():
         log = jnp.where(seen, m + jnp.log(total), -jnp.inf)
-        decode_rows.st_global_rows(lse, (batch, i32(0)), log, row)
+        decode_rows.st_global_rows(lse, start, log, rows)

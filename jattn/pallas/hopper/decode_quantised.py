@@ -18,69 +18,64 @@ Here a block costs 16 KB written and read, 256 cycles, and a warp some 450 instr
 Floor: 0.235 ms for B64 S8192 K8 H128 at 4.57 TB/s (1.07 GB), 0.242 with scales of tokens. Prediction: 0.255 and 0.265.
 """
 
+import dataclasses
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jattn.pallas._compat import arith, fragmented_array, interpreting, ir, llvm, pl, plgpu, utils, vector
-from jattn.pallas.hopper import memory, mma, ptx, scores
-from jattn.pallas.hopper.decode_plan import BLOCK, LOG2E, over_items
+from jattn.pallas.hopper import decode_rows, memory, mma, ptx, scores
+from jattn.pallas.hopper.decode_plan import BLOCK, LOG2E, STREAMS, over_blocks, slot_of
 from jattn.pallas.hopper.lists import i32
 from jattn.pallas.hopper.ptx import SCALAR, integer
+from jattn.pallas.lowering import Element
 
-_KEPT_QUERIES = 16  # in registers through an item
+_KEPT_QUERIES = 16 * 128  # numbers of a tile that stay in registers through an item
 _THREADS = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
 # --- consumer ---------------------------------------------------------------------------------------------------------
 
 
-def consume(x):
-    """The consumer of a stream of a quantised cache."""
+def attend(x, item, query_slot, position):
+    """`(accumulator, state)` of an item whose first block has this position; see `mma`."""
     p = x.plan
+    queries = x.q_smem.at[query_slot]
+    if p.tile_rows * p.H <= _KEPT_QUERIES:
+        queries = mma.load_queries(queries, p.H)
+    low, high = _bounds(x, item)
+    scale = x.scale[0] if p.scale is None else p.scale
+    if p.scales[0] != "token":
+        scale = scale * _scale_of(x.k_scale, item.head)
+    origin = (0, 0) if x.origin is None else (x.origin[0], x.origin[1])
 
-    def one_item(item, number, position):
-        del number
-        plgpu.barrier_wait(x.q_ready.at[x.stream])
-        queries = x.q_smem.at[x.stream]
-        if p.rows <= _KEPT_QUERIES:
-            queries = mma.load_queries(queries, p.H)
-            plgpu.barrier_arrive(x.q_free.at[x.stream])
-        low, high = _bounds(x, item)
-        scale = x.scale[0] if p.scale is None else p.scale
-        if p.scales[0] != "token":
-            scale = scale * _scale_of(x.k_scale, item.head)
+    def one_block(i, carry, ruled):
+        accumulator, state = carry
+        slot, start = slot_of(x, position + i), (item.begin + i) * BLOCK
+        if "token" in p.scales:
+            plgpu.barrier_wait(x.scales_ready.at[slot])
+        plgpu.barrier_wait(x.k_ready.at[slot])
+        s = mma.product(x.k_smem.at[slot], p.H, queries, p.tile_rows)
+        if p.scales[0] == "token":
+            s = _scaled(s, x.scales.at[slot, 0])
+        place = Place(item, p.group, start, origin)
+        s = _in_log2(x, s, place, scale)
+        if ruled:
+            s = scores.hide(s, place, p.rule, x.mask_arrays)
+        key = ptx.numbers(start, 0, p.tile_rows)
+        seen = key < high if low is None else (key < high) & (key >= low)
+        weights, alpha, state = mma.online_softmax(jnp.where(seen, s, -jnp.inf), state)
+        if p.scales[1] == "token":
+            weights = _scaled(weights, x.scales.at[slot, 1])
+        plgpu.barrier_wait(x.v_ready.at[slot])
+        _clean(x, item, slot, start)
+        accumulator = mma.accumulate(accumulator, alpha, weights, x.v_smem.at[slot], p.D)
+        plgpu.barrier_arrive(x.free.at[slot])
+        return accumulator, state
 
-        def one_block(i, carry):
-            accumulator, state = carry
-            slot = x.stream * p.stages + lax.rem(position + i, i32(p.stages))
-            start = (item.begin + i) * BLOCK
-            if "token" in p.scales:
-                plgpu.barrier_wait(x.scales_ready.at[slot])
-            plgpu.barrier_wait(x.k_ready.at[slot])
-            s = mma.product(x.k_smem.at[slot], p.H, queries, p.rows)
-            if p.scales[0] == "token":
-                s = _scaled(s, x.scales.at[slot, 0])
-            s = _in_log2(s, scale, p.soft_cap)
-            key = ptx.numbers(start, 0, p.rows)
-            seen = key < high if low is None else (key < high) & (key >= low)
-            s = jnp.where(seen, s, -jnp.inf)
-            weights, alpha, state = mma.online_softmax(s, state)
-            if p.scales[1] == "token":
-                weights = _scaled(weights, x.scales.at[slot, 1])
-            plgpu.barrier_wait(x.v_ready.at[slot])
-            _clean(x, item.sequence, slot, start)
-            accumulator = mma.accumulate(accumulator, alpha, weights, x.v_smem.at[slot], p.D)
-            plgpu.barrier_arrive(x.free.at[slot])
-            return accumulator, state
-
-        results = lax.fori_loop(0, item.blocks, one_block, mma.init(p.D, p.rows))
-        if p.rows > _KEPT_QUERIES:
-            plgpu.barrier_arrive(x.q_free.at[x.stream])
-        _write(x, item, *results)
-        return position + item.blocks
-
-    over_items(x, one_item, i32(0))
+    return over_blocks(x, item, one_block, mma.init(p.D, p.tile_rows))
 
 
 def _scale_of(scale, head):
@@ -91,53 +86,91 @@ def _scale_of(scale, head):
 def _scaled(tile, ref):
     """`tile [64, n]` times float32 `ref [64]` in shared memory, one a row."""
     rows = ref[...] if interpreting() else plgpu.load(ref, layout=ptx.ROW)
-    return tile * lax.broadcast_in_dim(rows, tile.shape, [0])
+    return tile * decode_rows.along_columns(rows, tile.shape[1])
 
 
-def _in_log2(s, scale, soft_cap):
-    if soft_cap is None:
+def _in_log2(x, s, place, scale):
+    p = x.plan
+    if p.soft_cap is None and p.mod is None:
         return s * (scale * LOG2E)
-    s = scores.modify(s, None, scale=scale, bias=None, mod=None, aux=(), soft_cap=soft_cap)
-    return s * LOG2E
+    aux = tuple((array, "") for array in x.aux)
+    return LOG2E * scores.modify(s, place, scale=scale, bias=None, mod=p.mod, aux=aux, soft_cap=p.soft_cap)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a tile of scores is, keys along its rows, for `scores.modify` and `scores.hide`."""
+
+    item: Any
+    group: int
+    row: Any  # first key
+    origin: Any  # batch index and head that 0 stands for
+
+    def element(self, start: int, width: int, arrays) -> Element:
+        """Columns `[start, start + width)` of the tile."""
+        token = _tokens(self.item, self.group, start, width)
+        return Element(
+            batch=self.item.batch + self.origin[0],
+            head=self._heads(start, width) + self.origin[1],
+            query_index=token,
+            query_position=token + self.item.offset,
+            key_index=ptx.numbers(self.row, 0, width),
+            load=lambda i: self.load(arrays[i], start, width),
+            load_at=lambda i, rows, columns: memory.ld_global_at(arrays[i], self.item.batch, i32(0), rows, columns),
+        )
+
+    def load(self, array, start: int, width: int, *, diagonal: bool = False):
+        """The array's numbers of these heads; it has neither rows nor columns."""
+        del diagonal
+        return decode_rows.ld_global_of_heads(array, self.item.batch, self._heads(start, width))
+
+    def _heads(self, start, width):
+        number = ptx.numbers(i32(start), 1, width)
+        return lax.rem(number, i32(self.group)) + self.item.head * self.group
+
+
+def _tokens(item, group, start, width):
+    """Tokens of columns `[start, start + width)` of a tile, int32 `[64, width]`."""
+    return lax.div(ptx.numbers(i32(start), 1, width), i32(group)) + item.token
 
 
 def _bounds(x, item):
     """Keys `[low, high)` that the queries can see, int32 `[64, queries]` each with equal rows, of which the compiler
     keeps one; low is None for no bound. Columns past the queries see nothing."""
-    p, sequence = x.plan, item.sequence
-    token = lax.div(ptx.numbers(i32(0), 1, p.rows), i32(p.group)) + item.token
-    high = jnp.where(token < sequence.queries, sequence.keys, 0)
-    position = token + sequence.offset
+    p = x.plan
+    token = _tokens(item, p.group, 0, p.tile_rows)
+    position, high = token + item.offset, jnp.where(token < item.queries, item.high, 0)
     if p.right is not None:
         high = jnp.minimum(position + (p.right + 1), high)
     return None if p.left is None else position - p.left, high
 
 
-def _clean(x, sequence, slot, start):
+def _clean(x, item, slot, start):
     """Values that nobody may see may be NaN, which a weight of 0 would not silence; integers are not."""
     if x.v.dtype == jnp.int8:
         return
 
-    @pl.when((sequence.low > start) | (sequence.high < start + BLOCK))
+    @pl.when((item.low > start) | (item.high < start + BLOCK))
     def _():
-        memory.st_shared_zero_outside(x.v_smem.at[slot], sequence.low - start, sequence.high - start)
+        memory.st_shared_zero_outside(x.v_smem.at[slot], item.low - start, item.high - start)
         plgpu.commit_smem()
 
 
-def _write(x, item, accumulator, state):
+def write(x, item, accumulator, state):
     """The item's (out, lse), 0 and −inf where a query sees nothing, merged over the warps through shared memory."""
     p = x.plan
     states, parts = x.states.at[x.stream], x.parts.at[x.stream]
     scale = 1.0 if p.scales[1] == "token" else _scale_of(x.v_scale, item.head)
-    start, row, rows = (item.batch * p.splits + item.split, item.head), item.token * p.group, p.tokens * p.group
+    start = item.split, item.row, item.head
+    rows = jnp.minimum((item.queries if p.merged else p.T) - item.token, p.tokens) * p.group
     mma.st_states(state, states)
     plgpu.commit_smem()
-    for tile in range(p.rows // mma.QUERIES):
+    for tile in range(p.tile_rows // mma.QUERIES):
         mma.st_part(accumulator, tile, p.D, states, parts, scale)
         plgpu.commit_smem()
-        mma.st_global_parts(parts, x.out, start, row, tile=tile, rows=rows)
+        mma.st_global_parts(parts, x.out, start, rows, tile=tile)
         if tile == 0:
-            mma.st_global_lse(states, x.lse, start, row, rows=rows)
+            mma.st_global_lse(states, x.lse, start, rows)
         plgpu.commit_smem()  # before the next tile's, or the next item's
 
 
@@ -145,11 +178,18 @@ def _write(x, item, accumulator, state):
 
 
 def load_scales(x, item, first):
-    """Scales of a block's 64 keys, then of its values, float32 `[128]`; 0 of those that nobody may see."""
-    low, high = item.sequence.low, item.sequence.high
+    """Scales of a block's 64 keys, then of its values, float32 `[128]`; 0 of those that nobody may see. None if tokens
+    have none."""
     references = [scale for scale, per in zip((x.k_scale, x.v_scale), x.plan.scales, strict=True) if per == "token"]
+    if not references:
+        return None
     references = references * (2 // len(references))
-    return ld_scales(*references, x.tables, item.batch, item.head, first, low, high)
+    return ld_scales(*references, x.tables, item.batch, item.head, first, item.low, item.high)
+
+
+def hand_over(x, scales, slot):
+    st_scales(scales, x.scales.at[slot])
+    plgpu.barrier_arrive(x.scales_ready.at[slot])
 
 
 def ld_scales(keys, values, tables, batch, head, first, low, high):
@@ -215,6 +255,19 @@ def st_scales(values, ref) -> None:
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [place, value], text, "r,f", has_side_effects=True)
 
     store(values, ref)
+
+
+def scratch(plan) -> dict:
+    """Shared memory and barriers beside those of the kernel."""
+    stages = STREAMS * plan.stages
+    found = dict(
+        states=plgpu.SMEM((STREAMS, 2, mma.WARPS, plan.tile_rows), jnp.float32),
+        parts=plgpu.SMEM((STREAMS, mma.WARPS, mma.QUERIES, plan.D + mma.PADDING), jnp.float32),
+    )
+    if "token" in plan.scales:
+        scales = plgpu.SMEM((stages, 2, BLOCK), jnp.float32)  # of the tokens of a block, keys and values
+        found |= dict(scales=scales, scales_ready=plgpu.Barrier(num_barriers=stages))
+    return found
 
 
 def _one_a_thread(value):

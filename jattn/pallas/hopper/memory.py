@@ -150,11 +150,13 @@ def stmatrix(array, ref, column=None) -> None:
 
 
 def ldmatrix(ref, columns: int) -> jax.Array:
-    """The first columns, rounded up to a multiple of 16, of 16-bit `ref [slabs, 64, 64]`, in the WGMMA layout
-    (`ldmatrix`)."""
-    columns = -(-columns // 16) * 16
+    """The first columns, rounded up to a multiple of 16, of 16-bit `ref [slabs, rows, 64]`, in the WGMMA layout
+    (`ldmatrix`). Of fewer rows than 64, a multiple of 8, the last 8 come again and again."""
+    columns, rows = -(-columns // 16) * 16, ref.shape[1]
     if interpreting():
         value = jnp.concatenate([ref[i] for i in range(ref.shape[0])], axis=1)[:, :columns]
+        again = jnp.tile(value[rows - 8 :], ((ptx.TILE_ROWS - rows) // 8, 1))
+        value = jnp.concatenate([value, again]) if rows < ptx.TILE_ROWS else value
         plgpu.commit_smem()  # to the emulation a copy into what was read is a race without it
         return value
     dtype = ref.dtype
@@ -168,13 +170,16 @@ def ldmatrix(ref, columns: int) -> jax.Array:
         lane, warp = arith.remui(thread, integer(32)), arith.remui(arith.divui(thread, integer(32)), integer(4))
         in_group, matrix_of_lane = arith.remui(lane, integer(8)), arith.divui(lane, integer(8))
         lower = arith.muli(arith.remui(matrix_of_lane, integer(2)), integer(8))
-        row = arith.addi(arith.muli(warp, integer(16)), arith.addi(in_group, lower))
+        first = arith.addi(arith.muli(warp, integer(16)), lower)
+        if rows < ptx.TILE_ROWS:
+            first = arith.minsi(first, integer(rows - 8))
+        row = arith.addi(first, in_group)
         base = arith.addi(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), arith.muli(row, integer(2 * ptx.SLAB)))
         second = arith.divui(matrix_of_lane, integer(2))  # lanes 16 to 31 give the addresses of the second 8 columns
         words, kind = [], llvm.StructType.get_literal([i32()] * 4)
         for group in range(0, columns // 8, 2):
             chunk = arith.xori(arith.addi(second, integer(group % 8)), in_group)
-            slab_start = (group // 8) * ptx.TILE_ROWS * 2 * ptx.SLAB
+            slab_start = (group // 8) * rows * 2 * ptx.SLAB
             address = arith.addi(arith.addi(base, integer(slab_start)), arith.muli(chunk, integer(16)))
             text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
             four = llvm.inline_asm(kind, [address], text, "=r,=r,=r,=r,r", has_side_effects=True)

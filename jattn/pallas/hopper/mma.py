@@ -314,13 +314,9 @@ def st_part(accumulator, tile: int, columns: int, rows, ref, scale) -> None:
     store(accumulator, rows, ref, jnp.asarray(scale, jnp.float32))
 
 
-def st_global_parts(ref, out, start, row, *, tile: int, rows: int) -> None:
-    """Stores the sum of `ref [warps, 8, columns + PADDING]` over warps to `out [X, T, K, G, D]` at `start = (x, k)`:
-    row r of the tile's 8, counted from `row + 8 · tile` on, goes to (r // G, r % G), as in `decode_rows`.
-
-    Args:
-        rows: queries of all tiles that exist; T ends them too.
-    """
+def st_global_parts(ref, out, start, rows, *, tile: int) -> None:
+    """Stores the sum of `ref [warps, 8, columns + PADDING]` over warps to `out [X, T, K, G, D]`: rows `8 · tile` and
+    after of the first `rows` that begin at `start = (x, t, k)`, as in `decode_rows.st_global`."""
     columns, group = out.shape[4], out.shape[3]
     first = tile * QUERIES
     if interpreting():
@@ -328,15 +324,14 @@ def st_global_parts(ref, out, start, row, *, tile: int, rows: int) -> None:
         plgpu.commit_smem()
 
         def one_row(r):
-            at = row + first + r
-            out[start[0], at // group, start[1], at % group] = value[r]
+            out[start[0], start[1] + (first + r) // group, start[2], (first + r) % group] = value[r]
 
-        memory._for_rows(jnp.clip(jnp.minimum(out.shape[1] * group - row, rows) - first, 0, QUERIES), one_row)
+        memory._for_rows(jnp.clip(rows - first, 0, QUERIES), one_row)
         return
     wide, pitch = out.dtype == jnp.float32, (columns + PADDING) * 4
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, SCALAR))
-    def store(_, ref, out, x, k, row):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[SCALAR] * 4))
+    def store(_, ref, out, *places):
         kind, base = ir.MemRefType(out.type), utils.memref_ptr(out)
         address = llvm.ptrtoint(i32(), utils.memref_ptr(ref))
         quads = columns // 4
@@ -345,7 +340,7 @@ def st_global_parts(ref, out, start, row, *, tile: int, rows: int) -> None:
             exists = arith.cmpi(arith.CmpIPredicate.slt, unit, integer(QUERIES * quads))
             unit = arith.minsi(unit, integer(QUERIES * quads - 1))
             mine, column = arith.divui(unit, integer(quads)), arith.muli(arith.remui(unit, integer(quads)), integer(4))
-            inside, at = decode_rows._place(kind, x, k, arith.addi(mine, integer(first)), row, rows)
+            inside, at = decode_rows._place(kind, *places, arith.addi(mine, integer(first)))
             place = arith.addi(address, arith.addi(arith.muli(mine, integer(pitch)), arith.muli(column, integer(4))))
             four = _ld_shared_quad(place, 0)
             for warp in range(1, WARPS):
@@ -359,10 +354,10 @@ def st_global_parts(ref, out, start, row, *, tile: int, rows: int) -> None:
             else:
                 memory._store_if(inside, pointer, 0, [_packed(*four[:2]), _packed(*four[2:])])
 
-    store(ref, out, *(jnp.asarray(i, jnp.int32) for i in (*start, row)))
+    store(ref, out, *(jnp.asarray(i, jnp.int32) for i in (*start, rows)))
 
 
-def st_global_lse(ref, lse, start, row, *, rows: int) -> None:
+def st_global_lse(ref, lse, start, rows) -> None:
     """Stores the logarithm of the sum of all weights, in natural units, to `lse [X, T, K, G]` likewise; `ref` is what
     `st_states` stored."""
     (_, _, queries), group = ref.shape, lse.shape[3]
@@ -371,25 +366,24 @@ def st_global_lse(ref, lse, start, row, *, rows: int) -> None:
         plgpu.commit_smem()
 
         def one_row(r):
-            at = row + r
-            lse[start[0], at // group, start[1], at % group] = value[r]
+            lse[start[0], start[1] + r // group, start[2], pl.ds(r % group, 1)] = value[r][None]
 
-        memory._for_rows(jnp.minimum(lse.shape[1] * group - row, rows), one_row)
+        memory._for_rows(rows, one_row)
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, SCALAR))
-    def store(_, ref, lse, x, k, row):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[SCALAR] * 4))
+    def store(_, ref, lse, *places):
         kind = ir.MemRefType(lse.type)
         thread = arith.remui(ptx.thread_index(), integer(128))
         mine = arith.minsi(thread, integer(queries - 1))
         address = llvm.ptrtoint(i32(), utils.memref_ptr(ref))
         m, total = _ld_states(arith.addi(address, arith.muli(mine, integer(4))), queries)
         _, _, _, value = _merge(m, total)
-        inside, at = decode_rows._place(kind, x, k, thread, row, rows)
+        inside, at = decode_rows._place(kind, *places, thread)
         pointer = memory._element_pointer(utils.memref_ptr(lse), kind.element_type, at)
         memory._store_if(inside, pointer, 0, [value])
 
-    store(ref, lse, *(jnp.asarray(i, jnp.int32) for i in (*start, row)))
+    store(ref, lse, *(jnp.asarray(i, jnp.int32) for i in (*start, rows)))
 
 
 LN2 = 0.6931471805599453
