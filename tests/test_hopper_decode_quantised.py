@@ -8,18 +8,20 @@ import caches
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
+import test_decode
 from barriers import MBarrier, Memory, Simulation
 from caches import draw, hold, problem
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_gpu_decode import EDGES, attend, attend_pages, equal
-from test_hopper_decode import GATHERS, emulated, placed
+from test_gpu_decode import EDGES, LENGTHS, MASKED, attend, attend_pages, equal
+from test_hopper_decode import GATHERS, SEES, _of_sequence, emulated, placed
 from test_hopper_decode import stand_in as stand_in
 from test_hopper_ptx import BF16, HOW, copy_in, f32, normal, run, slab_memory, store
 
 import jattn
-from jattn import decode, paged, paged_attention
+from jattn import decode, masks, mods, paged, paged_attention
 from jattn.pallas import decode as mosaic
 from jattn.pallas._compat import pl, plgpu
 from jattn.pallas.hopper import decode_quantised, mma, ptx
@@ -64,6 +66,37 @@ def test_contiguous_with_window_cap_sinks_and_missing_queries(capfd):
         local_window_size=(20, None), logits_soft_cap=5.0, scale=jnp.float32(0.4), sinks=sinks,
     )  # fmt: skip
     hold(emulated(call, capfd), p)
+
+
+def test_packed_queries_of_a_modifier(capfd):
+    """A chunk of two tiles with a hole behind it, one token, none, and rows of nobody."""
+    lengths, cu, used = np.array([100, 70, 9], np.int32), np.array([1, 22, 23, 23], np.int32), np.int32([18, 1, 0])
+    _, k, v = draw(3, 1, 110, 4, 2, 16, dtype="bfloat16")
+    q = draw(1, 25, 110, 4, 2, 16, dtype="bfloat16")[0][0]
+    k, v = quantised(k, INT8, "head"), quantised(v, FP8, "token")
+    gain = test_decode.GAIN
+    mod = mods.score_mod(test_decode.gained, gain)
+    call = paged.prepare(
+        q, caches.paged(k, v, lengths, 16), cu, query_seq_lengths=used, score_mod=mod, logits_soft_cap=9.0
+    )
+    out, lse = emulated(call, capfd)
+    for m, rows in ((0, slice(1, 19)), (1, slice(22, 23))):
+        one = (x[m : m + 1] for x in (*map(caches.dequantized, (k, v)), lengths))
+        truth = oracle.ScoreMod(lambda x, b, n, t, s, g, m=m: x * g + 0.01 * (t - s) - 0.1 * m, None)
+        p = problem(q[None, rows], *one, score_mod=truth, aux=(gain,), soft_cap=9.0)
+        hold((out[None, rows], lse[None, rows]), p, functools.partial(_of_sequence, m))
+    nobody = np.r_[0, 19:22, 23:25]
+    assert not np.any(out[nobody]) and np.isneginf(lse[nobody]).all()
+
+
+def test_wide_heads_of_a_prefix_and_of_lengths(capfd):
+    lengths, limit = np.array([70, 20], np.int32), np.array([60, 20], np.int32)
+    q, k, v = draw(2, 3, 70, 2, 1, 144, 208, dtype="bfloat16")
+    k, v = quantised(k, FP8, "token"), quantised(v, INT8, "tensor")
+    mask = masks.prefix(jnp.int32([9, 18])) & masks.lengths(limit)
+    seen = lambda b, n, row, t, s: ((s <= t) | (s < np.array([9, 18])[b])) & (s < limit[b])  # noqa: E731
+    p = problem(q, *map(caches.dequantized, (k, v)), lengths, seen, causal=False)
+    hold(emulated(decode.prepare(q, k, v, lengths, mask, is_causal=False), capfd), p)
 
 
 # The barriers
@@ -268,17 +301,17 @@ def test_scales_stay_with_their_heads(stand_in, per):
 SHAPES = dict(tensor=lambda shape: (), head=lambda shape: shape[2:3], token=lambda shape: shape[:3])
 
 
-def empty_call(page=None, B=3, T=1, S=1100, N=8, K=2, H=128, D=None, stored=((INT8, "token"),) * 2, **options):
+def empty_call(page=None, B=3, T=1, S=1100, N=8, K=2, H=128, D=None, stored=((INT8, "token"),) * 2, cu=None, **options):
     def keys(width, stored):
         shape = (B, S, K, width) if page is None else (B * -(-S // page), page, K, width)
         return jattn.Quantized(jnp.zeros(shape, stored[0]), jnp.zeros(SHAPES[stored[1]](shape), jnp.float32))
 
-    q, lengths = jnp.zeros((B, T, N, H), BF16), jnp.full(B, S, jnp.int32)
+    q, lengths = jnp.zeros((B, T, N, H) if cu is None else (T, N, H), BF16), jnp.full(B, S, jnp.int32)
     k, v = keys(H, stored[0]), keys(D or H, stored[1])
     if page is None:
         return decode.prepare(q, k, v, lengths, **options)
     tables = jnp.zeros((B, -(-S // page)), jnp.int32)
-    return paged.prepare(q, jattn.PagedCache(k, v, tables, lengths), **options)
+    return paged.prepare(q, jattn.PagedCache(k, v, tables, lengths), cu, **options)
 
 
 COMPILED = {
@@ -298,6 +331,12 @@ COMPILED = {
     "int8, window, cap, many tokens": dict(
         page=16, T=16, N=32, local_window_size=(100, 3), logits_soft_cap=3.0, query_seq_lengths=jnp.int32([5, 1, 0])
     ),
+    "tree": dict(page=64, T=8, mask=masks.tree(np.arange(-1, 7))),
+    "modifier": dict(page=16, T=3, score_mod=mods.alibi(8), logits_soft_cap=10.0),
+    "predicate of heads": dict(mask=masks.predicate(SEES, np.arange(8, dtype=np.int32).reshape(1, 8, 1, 1))),
+    "packed": dict(page=16, T=300, cu=jnp.int32([0, 1, 270, 300])),
+    "wide": dict(page=64, H=256),
+    "wide, tokens": dict(page=64, H=192, D=256, T=16, stored=((FP8, "token"), (INT8, "head"))),
     "many heads": dict(N=32, K=1, T=2, stored=((FP8, "head"), (FP8, "token"))),
 }  # fmt: skip
 
@@ -337,6 +376,63 @@ def test_every_edge_of_pages_blocks_and_splits(name, page_size):
     cache = caches.paged(k, v, EDGES, page_size, seed=page_size)
     for _ in range(20):
         equal(attend_pages(q, cache), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MASKED)
+def test_every_mask(name):
+    options, rule, more = MASKED[name]
+    q, k, v = draw(4, 7, 1100, 4, 2, 128, 64, dtype="bfloat16")
+    k, v = quantised(k, INT8, "token"), quantised(v, FP8, "head")
+    p = problem(q, *map(caches.dequantized, (k, v)), LENGTHS, rule, **more)
+    hold(attend(q, k, v, LENGTHS, **options), p)
+    hold(attend_pages(q, caches.paged(k, v, LENGTHS, 64), **options), p)
+
+
+@pytest.mark.gpu
+def test_modifiers_count_positions_and_sequences():
+    q, k, v = draw(4, 7, 1100, 4, 2, 64, dtype="bfloat16")
+    k, v = quantised(k, FP8, "head"), quantised(v, INT8, "token")
+    gain = test_decode.GAIN
+    more = dict(score_mod=test_decode.GAINED, aux=(gain,), soft_cap=5.0)
+    p = problem(q, *map(caches.dequantized, (k, v)), LENGTHS, **more)
+    options = dict(score_mod=mods.score_mod(test_decode.gained, gain), logits_soft_cap=5.0)
+    hold(attend(q, k, v, LENGTHS, **options), p, test_decode.gained)
+    hold(attend_pages(q, caches.paged(k, v, LENGTHS, 16), **options), p, test_decode.gained)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("H, D, T", [(256, 256, 1), (192, 144, 16), (64, 208, 4)])
+def test_wide_heads(H, D, T):
+    q, k, v = draw(len(EDGES), T, 1088, 8, 2, H, D, dtype="bfloat16")
+    k, v = quantised(k, INT8, "token"), quantised(v, FP8, "token")
+    want = attend(q, poisoned(k, EDGES), poisoned(v, EDGES), EDGES)
+    hold(want, problem(q, *map(caches.dequantized, (k, v)), EDGES))
+    equal(attend_pages(q, caches.paged(k, v, EDGES, 32)), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("S", [300, 3000])
+def test_chunked_prefill_beside_decoding(S):
+    """A chunk, one token, none, a whole prompt, holes, and rows of nobody; the bits of a sequence know no other."""
+    _, k, v = draw(5, 1, S, 8, 2, 128, dtype="bfloat16")
+    k, v = quantised(k, INT8, "token"), quantised(v, INT8, "token")
+    lengths, cu = np.array([S, S - 37, 0, 129, 90], np.int32), np.array([0, 70, 71, 71, 200, 230], np.int32)
+    used = np.array([70, 1, 0, 129, 20], np.int32)
+    q = draw(1, 240, S, 8, 2, 128, dtype="bfloat16")[0][0]
+    q[220:] = np.nan
+    got = attend_pages(q, caches.paged(k, v, lengths, 32), cu, query_seq_lengths=used)
+    assert not np.any(got[0][220:]) and np.isneginf(got[1][220:]).all()
+    for m in (0, 1, 3, 4):
+        rows, (one_k, one_v) = (
+            slice(int(cu[m]), int(cu[m] + used[m])),
+            jax.tree.map(lambda x, m=m: x[m : m + 1], (k, v)),
+        )
+        n = lengths[m : m + 1]
+        p = problem(q[None, rows], *map(caches.dequantized, (one_k, one_v)), n)
+        hold([x[None, rows] for x in got], p)
+        alone = attend_pages(q[rows], caches.paged(one_k, one_v, n, 32, seed=m), np.int32([0, used[m]]))
+        equal(alone, tuple(x[rows] for x in got))
 
 
 @pytest.mark.gpu

@@ -94,6 +94,8 @@ class Plan:
         if self.scales is None:
             return ROWS
         sizes = quantised_rows(self.D)
+        if self.rule is not None and self.group <= sizes[1]:  # beside a rule 32 rows spill 4 bytes
+            sizes = sizes[:2]
         return next((rows for rows in sizes if rows >= self.T * self.group), sizes[-1])
 
     @property
