@@ -220,12 +220,9 @@ def test_scales_of_tokens_reach_their_block(interpret, paged):
 
     def body(keys, values, tables, out, *, smem):
         zero = jax.lax.axis_index("block")
-        decode_quantised.st_scales(
-            decode_quantised.ld_scales(
-                keys, values, tables if paged else None, zero + 1, zero + 2, zero + 64, zero + 70, zero + 120
-            ),
-            smem.at[0],
-        )
+        pages = decode_quantised.ld_pages(tables, keys.shape, zero + 1, zero + 64) if paged else None
+        place = zero + 1, zero + 2, zero + 64, zero + 70, zero + 120
+        decode_quantised.st_scales(decode_quantised.ld_scales(keys, values, pages, *place), smem.at[0])
         plgpu.commit_smem()
         ones = plgpu.layout_cast(jnp.full((64, 8), 1, jnp.float32), ptx.WGMMA)
         for half in range(2):

@@ -115,7 +115,8 @@ def _produce(x):
         def _():
             _deal(x, item, number)
             _load_queries(x, item, number)
-            lax.fori_loop(0, item.blocks, lambda i, _: _load_block(x, item, i, position), None)
+            ahead = decode_quantised.read_ahead(x, item, i32(-1), None) if p.scales else None
+            lax.fori_loop(0, item.blocks, lambda i, ahead: _load_block(x, item, i, position, ahead), ahead)
 
         return number + needed.astype(jnp.int32), position + item.blocks
 
@@ -153,11 +154,11 @@ def _load_queries(x, item, number):
         lax.fori_loop(0, x.plan.tokens, one_token, None)
 
 
-def _load_block(x, item, i, position):
-    """The item's i-th block of keys and values."""
+def _load_block(x, item, i, position, ahead):
+    """The item's i-th block of keys and values; returns what was read ahead, see `decode_quantised.read_ahead`."""
     slot, rows = slot_of(x, position + i), x.plan.page_rows
     places = _places(x, item, item.begin + i)  # read before the wait: it hides their latency
-    scales = decode_quantised.load_scales(x, item, (item.begin + i) * BLOCK) if x.plan.scales else None
+    following = None if ahead is None else decode_quantised.read_ahead(x, item, i, ahead)
     pl.when(position + i >= x.plan.stages)(lambda: plgpu.barrier_wait(x.free.at[slot]))
     for array, smem, ready in ((x.k, x.k_smem, x.k_ready), (x.v, x.v_smem, x.v_ready)):
         for j, (page, row) in enumerate(places):
@@ -165,8 +166,9 @@ def _load_block(x, item, i, position):
             for s in range(smem.shape[1]):
                 target = smem.at[slot, s, pl.ds(j * rows, rows)]
                 plgpu.copy_gmem_to_smem(_slab(x, source, s, smem.shape[3]), target, ready.at[slot])
-    if scales is not None:
-        decode_quantised.hand_over(x, scales, slot)
+    if ahead is not None:
+        decode_quantised.hand_over(x, ahead, slot)
+    return following
 
 
 def _places(x, item, block) -> list:

@@ -177,57 +177,90 @@ def write(x, item, accumulator, state):
 # --- producer ---------------------------------------------------------------------------------------------------------
 
 
-def load_scales(x, item, first):
-    """Scales of a block's 64 keys, then of its values, float32 `[128]`; 0 of those that nobody may see. None if tokens
-    have none."""
+def read_ahead(x, item, i, ahead):
+    """What block i + 1 of the item will need of the tokens' scales, None if they have none: `(scales, pages)`, those of
+    its 64 keys, then of its values, float32 `[128]`, and where those of the block after it are.
+
+    Each is read a block before it is used: table, scale and what waits for both would take longer than a block does.
+
+    Args:
+        ahead: the same of block i; not used for i = −1, which begins.
+    """
     references = [scale for scale, per in zip((x.k_scale, x.v_scale), x.plan.scales, strict=True) if per == "token"]
     if not references:
         return None
     references = references * (2 // len(references))
-    return ld_scales(*references, x.tables, item.batch, item.head, first, item.low, item.high)
+    first = (item.begin + i) * BLOCK
+
+    def pages(first):
+        return None if x.tables is None else ld_pages(x.tables, references[0].shape, item.batch, first)
+
+    here = pages(first + BLOCK) if ahead is None else ahead[1]
+    scales = ld_scales(*references, here, item.batch, item.head, first + BLOCK, item.low, item.high)
+    return scales, pages(first + 2 * BLOCK)
 
 
-def hand_over(x, scales, slot):
-    st_scales(scales, x.scales.at[slot])
+def hand_over(x, ahead, slot):
+    st_scales(ahead[0], x.scales.at[slot])
     plgpu.barrier_arrive(x.scales_ready.at[slot])
 
 
-def ld_scales(keys, values, tables, batch, head, first, low, high):
+def ld_pages(tables, shape, batch, first):
+    """Pages of keys `[first, first + 64)`, twice, int32 `[128]`; any page of keys past the table.
+
+    Args:
+        tables: int32 `[B, W]` in HBM.
+        shape: of the scales, `[P, page, K]`.
+    """
+    (pages, page, _), width = shape, tables.shape[1]
+    if interpreting():
+        key = first + jnp.arange(2 * BLOCK, dtype=jnp.int32) % BLOCK
+        return jnp.clip(tables[batch, :][jnp.clip(key // page, 0, width - 1)], 0, pages - 1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SCALAR, SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_THREADS),
+    )
+    def load(_, tables, *scalars):
+        batch, first = (x.registers[()] for x in scalars)
+        _, key = _thread_and_key(first)
+        entry = arith.minsi(arith.divui(key, integer(page)), integer(width - 1))
+        flat = memory._flat(ir.MemRefType(tables.type), (batch, entry))
+        found = llvm.load(ptx.i32(), memory._element_pointer(utils.memref_ptr(tables), ptx.i32(), flat))
+        return _one_a_thread(found, signed=True)
+
+    return load(tables, *(jnp.asarray(x, jnp.int32) for x in (batch, first)))
+
+
+def ld_scales(keys, values, pages, batch, head, first, low, high):
     """float32 `[128]`: scales of keys `[first, first + 64)`, and of the values there; 0 outside `[low, high)`.
 
     Args:
         keys, values: float32 `[P, page, K]` in HBM.
-        tables: int32 `[B, W]` or None, where sequence b is page b.
+        pages: what `ld_pages` gave for these keys, or None, where sequence b is page b.
     """
-    (pages, page, _), width = keys.shape, None if tables is None else tables.shape[1]
+    count, page, _ = keys.shape
     if interpreting():
         key = first + jnp.arange(BLOCK, dtype=jnp.int32)
-        if tables is None:
-            at, slot = jnp.full((BLOCK,), batch), jnp.minimum(key, page - 1)
-        else:
-            at = tables[batch, :][jnp.minimum(key // page, width - 1)]
-            at, slot = jnp.clip(at, 0, pages - 1), key % page
+        at = jnp.full((BLOCK,), batch) if pages is None else pages[:BLOCK]
+        slot = jnp.minimum(key, page - 1) if pages is None else key % page
         found = [ref[...][at, slot, head] for ref in (keys, values)]
         return jnp.concatenate([jnp.where((key >= low) & (key < high), x, 0.0) for x in found])
-    references = (keys, values) if tables is None else (keys, values, tables)
+    own = () if pages is None else (pages,)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),) * len(references) + (SCALAR,) * 5,
+        arg_types=(plgpu.RefType(), plgpu.RefType(), *[_THREADS] * len(own), *[SCALAR] * 5),
         return_type=plgpu.ShapeDtypeStruct((128,), jnp.float32, layout=_THREADS),
     )
-    def load(_, *operands):
-        references, (batch, head, first, low, high) = operands[:-5], (x.registers[()] for x in operands[-5:])
-        thread = arith.remui(ptx.thread_index(), integer(128))
-        key = arith.addi(first, arith.remui(thread, integer(BLOCK)))
-        if tables is None:
-            at, slot = batch, arith.minsi(key, integer(page - 1))
+    def load(_, keys, values, *operands):
+        batch, head, first, low, high = (x.registers[()] for x in operands[-5:])
+        thread, key = _thread_and_key(first)
+        if own:
+            at, slot = memory._clipped(_register(operands[0]), count), arith.remui(key, integer(page))
         else:
-            entry = arith.minsi(arith.divui(key, integer(page)), integer(width - 1))
-            flat = memory._flat(ir.MemRefType(references[2].type), (batch, entry))
-            at = llvm.load(ptx.i32(), memory._element_pointer(utils.memref_ptr(references[2]), ptx.i32(), flat))
-            at, slot = memory._clipped(at, pages), arith.remui(key, integer(page))
-        flat = memory._flat(ir.MemRefType(references[0].type), (at, slot, head))
-        bases = [llvm.ptrtoint(_i64(), utils.memref_ptr(ref)) for ref in references[:2]]
+            at, slot = batch, arith.minsi(key, integer(page - 1))
+        flat = memory._flat(ir.MemRefType(keys.type), (at, slot, head))
+        bases = [llvm.ptrtoint(_i64(), utils.memref_ptr(ref)) for ref in (keys, values)]
         base = arith.select(arith.cmpi(arith.CmpIPredicate.slt, thread, integer(BLOCK)), *bases)
         pointer = arith.addi(base, arith.muli(flat, memory._int64(4)))
         seen = arith.andi(arith.cmpi(arith.CmpIPredicate.sge, key, low), arith.cmpi(arith.CmpIPredicate.slt, key, high))
@@ -236,7 +269,7 @@ def ld_scales(keys, values, tables, batch, head, first, low, high):
         value = llvm.inline_asm(ir.F32Type.get(), operands, text, "=&f,l,r", has_side_effects=True)
         return _one_a_thread(value)
 
-    return load(*references, *(jnp.asarray(x, jnp.int32) for x in (batch, head, first, low, high)))
+    return load(keys, values, *own, *(jnp.asarray(x, jnp.int32) for x in (batch, head, first, low, high)))
 
 
 def st_scales(values, ref) -> None:
@@ -249,8 +282,7 @@ def st_scales(values, ref) -> None:
     def store(_, values, ref):
         thread = arith.remui(ptx.thread_index(), integer(128))
         place = arith.addi(llvm.ptrtoint(ptx.i32(), utils.memref_ptr(ref)), arith.muli(thread, integer(4)))
-        (register,) = values.registers.flat
-        value = vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
+        value = _register(values)
         text = "st.shared.f32 [$0], $1;"
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [place, value], text, "r,f", has_side_effects=True)
 
@@ -270,12 +302,23 @@ def scratch(plan) -> dict:
     return found
 
 
-def _one_a_thread(value):
+def _thread_and_key(first):
+    """This thread's number in its warpgroup, and the key whose scale it reads."""
+    thread = arith.remui(ptx.thread_index(), integer(128))
+    return thread, arith.addi(first, arith.remui(thread, integer(BLOCK)))
+
+
+def _register(values):
+    (register,) = values.registers.flat
+    return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
+
+
+def _one_a_thread(value, signed: bool | None = None):
     layout = fragmented_array.WGStridedFragLayout((128,), 1)
     registers = np.empty(layout.registers_shape((128,)), dtype=object)
     for ix in np.ndindex(registers.shape):
         registers[ix] = vector.broadcast(ir.VectorType.get((1,), value.type), value)
-    return fragmented_array.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+    return fragmented_array.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
 
 
 def _i64():
