@@ -8,12 +8,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jattn._varying import unvary, vary, varying_axes
 from jattn.pallas import lowering, partition, primitives
 from jattn.pallas.attention import PLATFORM, why_not_here
 from jattn.pallas.hopper.decode import launch
-from jattn.pallas.hopper.decode_plan import ROWS, DecodeConfig, Inputs, Plan
+from jattn.pallas.hopper.decode_plan import ROWS, DecodeConfig, Inputs, Plan, quantised_rows
+from jattn.pallas.hopper.mma import FORMATS
 from jattn.pallas.lowering import readable, with_bools
 
 __all__ = ["PLATFORM", "DecodeConfig", "choose", "forward", "why_not", "why_not_here"]
@@ -63,8 +65,10 @@ def _part(arrays, options, interpret, multiprocessors, origin=None):
         B=B, T=T, S=width * page, N=N, K=K, H=H, D=arrays.value.shape[3], pages=P, page=page if width > 1 else None,
         dtype=arrays.query.dtype, scale=options.scale, left=left, right=right, soft_cap=options.soft_cap,
         config=options.config, sinks=arrays.sinks is not None, packed=arrays.cu_queries is not None,
+        scales=None if arrays.key_scale is None else tuple(map(_per, (arrays.key_scale, arrays.value_scale))),
         mod=with_bools(options.mod, arrays.aux), rule=spec.rule, rule_of_new=_is_of_new(arrays.mask),
     )  # fmt: skip
+    scales = dict(k_scale=arrays.key_scale, v_scale=arrays.value_scale)
     inputs = Inputs(
         q=arrays.query.reshape(-1, N, H), k=arrays.key, v=arrays.value, lengths=arrays.lengths,
         tables=arrays.block_tables if options.config.tables else None, cu_queries=arrays.cu_queries,
@@ -73,10 +77,16 @@ def _part(arrays, options, interpret, multiprocessors, origin=None):
         sinks=None if arrays.sinks is None else arrays.sinks.astype(jnp.float32)[None],
         aux=tuple(map(readable, arrays.aux)), mask_arrays=tuple(map(readable, spec.arrays)),
         origin=origin if plan.mod or plan.rule else None,
+        **{name: x if x is None or x.ndim else x[None] for name, x in scales.items()},
     )  # fmt: skip
     out, lse = launch(plan, inputs, interpret=interpret, multiprocessors=multiprocessors)
     shape = arrays.query.shape[:3]
     return out.reshape(*shape, -1), lse.reshape(shape)
+
+
+def _per(scale) -> str:
+    """What one of these scales belongs to."""
+    return {0: "tensor", 1: "head", 3: "token"}[scale.ndim]
 
 
 def _is_of_new(mask) -> bool:
@@ -107,6 +117,7 @@ def _divided(part, arrays, own_pages: bool):
         "query": (batch, None, "n", None), "key": (page, None, "k", None), "value": (page, None, "k", None),
         "block_tables": (batch, None), "lengths": (batch,), "query_lengths": (batch,), "cu_queries": (None,),
         "scale": (), "sinks": ("n",),
+        **{f"{x}_scale": _scale_letters(getattr(arrays, f"{x}_scale"), page) for x in ("key", "value")},
     }  # fmt: skip
 
     def letters(path, x):
@@ -118,6 +129,7 @@ def _divided(part, arrays, own_pages: bool):
     def one(first, head, *operands):
         arrays = jax.tree.unflatten(structure, operands)
         own = partition.with_own_keys(arrays, head[0], group)
+        own = _with_own_scales(own, head[0] // group, arrays.key.shape[2])
         return part(own, origin=jnp.stack([first[0], head[0]]))
 
     leaves, _ = jax.tree_util.tree_flatten_with_path(arrays)
@@ -125,6 +137,22 @@ def _divided(part, arrays, own_pages: bool):
     results = (batch, None, "n", None), (batch, None, "n")
     numbers = (jnp.arange(n, dtype=jnp.int32) for n in (arrays.query.shape[0], heads))
     return partition.cut(one, axes, results)(*numbers, *operands)
+
+
+def _scale_letters(scale, page):
+    return {0: (), 1: ("k",), 3: (page, None, "k")}[0 if scale is None else scale.ndim]
+
+
+def _with_own_scales(arrays, first, heads):
+    """Leaves out scales of the key heads, of `heads`, whose keys were left out."""
+    mine = arrays.key.shape[2]
+    if mine == heads or arrays.key_scale is None:
+        return arrays
+
+    def own(scale):
+        return scale if scale.ndim == 0 else lax.dynamic_slice_in_dim(scale, first, mine, axis=scale.ndim - 1)
+
+    return dataclasses.replace(arrays, key_scale=own(arrays.key_scale), value_scale=own(arrays.value_scale))
 
 
 def choose(problem, config) -> DecodeConfig:
@@ -141,17 +169,22 @@ def why_not(problem) -> str | None:
     """The reason why this kernel cannot run the problem, or None."""
     if problem.dtype not in ("bfloat16", "float16"):
         return f"runs bfloat16 and float16, not {problem.dtype}"
-    if problem.stored != (problem.dtype, problem.dtype):
-        return f"quantised caches are not implemented: {' and '.join(problem.stored)}"
+    quantised = problem.stored != (problem.dtype, problem.dtype)
+    if quantised and (problem.dtype != "bfloat16" or not set(problem.stored) <= set(FORMATS)):
+        stored = " and ".join(problem.stored)
+        return f"runs bfloat16 over int8 and fp8 keys and values, not {problem.dtype} over {stored}"
     for letter, width in (("H", problem.H), ("D", problem.D)):
         if width % 8 or not 8 <= width <= 256:
             return f"head dims must be multiples of 8 up to 256, not {letter}={width}"
+        if quantised and width % 16:
+            return f"head dims of quantised caches must be multiples of 16, not {letter}={width}"
     sizes = dict(B=problem.B, T=problem.T, S=problem.S, N=problem.N)
     symbolic = [f"{letter}={size}" for letter, size in sizes.items() if not isinstance(size, int)]
     if symbolic:
         return f"needs static shapes, not {symbolic[0]}"
-    if problem.N // problem.K > ROWS:
-        return f"at most {ROWS} query heads for a key head, not N/K={problem.N // problem.K}"
+    most, whose = (quantised_rows(problem.D)[-1], " of a quantised cache") if quantised else (ROWS, "")
+    if problem.N // problem.K > most:
+        return f"at most {most} query heads for a key head{whose}, not N/K={problem.N // problem.K}"
     if problem.partial:
         return "pieces of a longer sequence are not implemented"
     if problem.S > problem.page and problem.page % 16:

@@ -8,7 +8,8 @@ into the 64 rows of a tile, row t · group + g (more tokens are more tiles):
     m, total, p, alpha = online softmax of s
     o = o · alpha + p · v[block]                (tensor core)
 
-and at the end of the item (o / total, lse), which `decode_combine` merges over the splits of a sequence.
+and at the end of the item (o / total, lse), which `decode_combine` merges over the splits of a sequence. Caches of int8
+and fp8 have a consumer of their own (`decode_quantised`).
 
 Pipeline: a thread block has two streams of items, each with a producer warpgroup, which deals its items, copies q, k
 and v (TMA, one copy a page and slab) and says in shared memory what the item is, and a consumer warpgroup. Nothing
@@ -30,9 +31,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn.pallas._compat import kernel, pl, plgpu
-from jattn.pallas.hopper import decode_rows, memory, ptx, scores, softmax
+from jattn.pallas.hopper import decode_quantised, decode_rows, memory, mma, ptx, scores, softmax
 from jattn.pallas.hopper.decode_combine import combine
-from jattn.pallas.hopper.decode_plan import BLOCK, FIELDS, LOG2E, STREAMS, Inputs, Item, Plan, over_items
+from jattn.pallas.hopper.decode_plan import (
+    BLOCK,
+    FIELDS,
+    STREAMS,
+    Inputs,
+    Item,
+    Plan,
+    over_blocks,
+    over_items,
+    slot_of,
+)  # fmt: skip
 from jattn.pallas.hopper.lists import i32
 
 # --- kernel -----------------------------------------------------------------------------------------------------------
@@ -45,10 +56,10 @@ def _kernel(
     out,  # [splits, rows, K, group, D]
     lse,  # float32 [splits, rows, K, group]
     *,
-    # shared memory, in slabs of 64 columns (`ptx.slabs`)
+    # shared memory, in slabs of 64 columns (`ptx.slabs`), or of 128 where they have 8 bits
     q_smem,  # [streams · query slots, slabs of H, query rows, 64]
-    k_smem,  # [streams · stages, slabs of H, 64, 64]
-    v_smem,  # [streams · stages, slabs of D, 64, 64]
+    k_smem,  # [streams · stages, slabs of H, 64, 64 or 128]
+    v_smem,  # [streams · stages, slabs of D, 64, 64 or 128]
     items,  # int32 [streams · query slots, fields]
     # barriers; a TMA barrier takes one arrival a copy
     dealt,  # [streams · query slots] producer: what the item is, can be read
@@ -57,13 +68,14 @@ def _kernel(
     k_ready,  # [streams · stages] TMA
     v_ready,  # [streams · stages] TMA
     free,  # [streams · stages] consumer: it is done with the slot's keys and values
+    **quantised,  # what `decode_quantised.scratch` names
 ):
     warpgroup, blocks = lax.axis_index("warpgroup"), lax.axis_size("block")
     stream = lax.rem(warpgroup, i32(STREAMS))
     x = SimpleNamespace(
         plan=plan, **vars(inputs), out=out, lse=lse, q_smem=q_smem, k_smem=k_smem, v_smem=v_smem, items=items,
         dealt=dealt, q_ready=q_ready, q_free=q_free, k_ready=k_ready, v_ready=v_ready, free=free,
-        block=lax.axis_index("block"), stream=stream, streams=blocks * STREAMS,
+        **quantised, block=lax.axis_index("block"), stream=stream, streams=blocks * STREAMS,
     )  # fmt: skip
     x.first_item = _first_item(stream, x.block, blocks)
 
@@ -81,11 +93,6 @@ def _kernel(
 def _first_item(stream, block, blocks):
     """A few items are spread over all multiprocessors."""
     return stream * blocks + block
-
-
-def _slot(x, position):
-    """Slot of the block at a position in the stream's sequence of blocks."""
-    return x.stream * x.plan.stages + lax.rem(position, i32(x.plan.stages))
 
 
 def _query_slot(x, number):
@@ -107,7 +114,8 @@ def _produce(x):
         def _():
             _deal(x, item, number)
             _load_queries(x, item, number)
-            lax.fori_loop(0, item.blocks, lambda i, _: _load_block(x, item, i, position), None)
+            ahead = decode_quantised.read_ahead(x, item, i32(-1), None) if p.scales else None
+            lax.fori_loop(0, item.blocks, lambda i, ahead: _load_block(x, item, i, position, ahead), ahead)
 
         return number + needed.astype(jnp.int32), position + item.blocks
 
@@ -117,7 +125,7 @@ def _produce(x):
     for i in range(1, p.query_slots):
         pl.when(items >= i)(lambda i=i: plgpu.barrier_wait(x.q_free.at[_query_slot(x, items - i)]))
     for i in range(p.stages):
-        pl.when(position >= p.stages - i)(lambda i=i: plgpu.barrier_wait(x.free.at[_slot(x, position + i)]))
+        pl.when(position >= p.stages - i)(lambda i=i: plgpu.barrier_wait(x.free.at[slot_of(x, position + i)]))
 
 
 def _deal(x, item, number):
@@ -145,17 +153,21 @@ def _load_queries(x, item, number):
         lax.fori_loop(0, x.plan.tokens, one_token, None)
 
 
-def _load_block(x, item, i, position):
-    """The item's i-th block of keys and values."""
-    slot, rows = _slot(x, position + i), x.plan.page_rows
+def _load_block(x, item, i, position, ahead):
+    """The item's i-th block of keys and values; returns what was read ahead, see `decode_quantised.read_ahead`."""
+    slot, rows = slot_of(x, position + i), x.plan.page_rows
     places = _places(x, item, item.begin + i)  # read before the wait: it hides their latency
+    following = None if ahead is None else decode_quantised.read_ahead(x, item, i, ahead)
     pl.when(position + i >= x.plan.stages)(lambda: plgpu.barrier_wait(x.free.at[slot]))
     for array, smem, ready in ((x.k, x.k_smem, x.k_ready), (x.v, x.v_smem, x.v_ready)):
         for j, (page, row) in enumerate(places):
             source = array.at[page, pl.ds(row, rows), item.head]
             for s in range(smem.shape[1]):
                 target = smem.at[slot, s, pl.ds(j * rows, rows)]
-                plgpu.copy_gmem_to_smem(_slab(x, source, s), target, ready.at[slot])
+                plgpu.copy_gmem_to_smem(_slab(x, source, s, smem.shape[3]), target, ready.at[slot])
+    if ahead is not None:
+        decode_quantised.hand_over(x, ahead, slot)
+    return following
 
 
 def _places(x, item, block) -> list:
@@ -174,21 +186,23 @@ def _places(x, item, block) -> list:
     return [(jnp.clip(x.tables[item.batch, jnp.minimum(e, last)], 0, p.pages - 1), row) for e, row in entries]
 
 
-def _slab(x, rows, i):
+def _slab(x, rows, i, width=ptx.SLAB):
     """Columns of slab i of `rows [rows, columns]` in HBM. TMA reads zeros past the last."""
-    start = i * ptx.SLAB
-    if start + ptx.SLAB > rows.shape[-1]:
+    start = i * width
+    if start + width > rows.shape[-1]:
         start = jnp.minimum(x.block, 0) + start  # Pallas refuses a constant slice past the edge
-    return rows.at[:, pl.ds(start, ptx.SLAB)]
+    return rows.at[:, pl.ds(start, width)]
 
 
 # --- consumer ---------------------------------------------------------------------------------------------------------
 
 
 def _consume(x):
-    x.q_matrix = ptx.matrix(lambda i: x.q_smem.at[i], x.plan.query_rows, x.plan.H) if x.plan.queries_stay else None
-    x.k_matrix = ptx.matrix(lambda i: x.k_smem.at[i], BLOCK, x.plan.H)
-    x.v_matrix = ptx.matrix(lambda i: x.v_smem.at[i], BLOCK, x.plan.D, along_rows=True)
+    attend, write = (decode_quantised.attend, decode_quantised.write) if x.plan.scales else (_attend, _write)
+    if not x.plan.scales:
+        x.q_matrix = ptx.matrix(lambda i: x.q_smem.at[i], x.plan.query_rows, x.plan.H) if x.plan.queries_stay else None
+        x.k_matrix = ptx.matrix(lambda i: x.k_smem.at[i], BLOCK, x.plan.H)
+        x.v_matrix = ptx.matrix(lambda i: x.v_smem.at[i], BLOCK, x.plan.D, along_rows=True)
 
     def one_item(state):
         number, position, _ = state
@@ -200,9 +214,9 @@ def _consume(x):
         @pl.when(more)
         def _():
             plgpu.barrier_wait(x.q_ready.at[slot])
-            state = _attend(x, item, slot, position)
+            state = attend(x, item, slot, position)
             plgpu.barrier_arrive(x.q_free.at[slot])
-            _write(x, item, *state)
+            write(x, item, *state)
 
         return number + 1, position + item.blocks, more
 
@@ -217,7 +231,7 @@ def _attend(x, item, query_slot, position):
 
     def one_block(i, state, ruled):
         m, total, accumulators = state
-        slot, start = _slot(x, position + i), (item.begin + i) * BLOCK
+        slot, start = slot_of(x, position + i), (item.begin + i) * BLOCK
         plgpu.barrier_wait(x.k_ready.at[slot])
         (s,) = ptx.wgmma_wait_group(0, _product(x, query_slot, slot))
         place = decode_rows.Place(item.batch, heads, tokens, item.offset, start, origin)
@@ -243,15 +257,7 @@ def _attend(x, item, query_slot, position):
     origin = (0, 0) if x.origin is None else (x.origin[0], x.origin[1])
     m, total, _ = softmax.init_state(8)
     state = m, total, tuple(ptx.zeros(columns) for _, columns in p.strips)
-    ruled_from = item.blocks
-    if p.rule is not None:
-        new = lax.div(jnp.maximum(item.offset, 0), i32(BLOCK)) - item.begin
-        ruled_from = jnp.clip(new, 0, item.blocks) if p.rule_of_new else i32(0)
-    if p.rule is None or p.rule_of_new:
-        state = lax.fori_loop(0, ruled_from, lambda i, state: one_block(i, state, False), state)
-    if p.rule is not None:
-        state = lax.fori_loop(ruled_from, item.blocks, lambda i, state: one_block(i, state, True), state)
-    return state
+    return over_blocks(x, item, one_block, state)
 
 
 def _product(x, query_slot, slot):
@@ -288,7 +294,7 @@ def _write(x, item, m, total, accumulators):
     total = total.sum(axis=1)
     seen = total > 0
     inverse = jnp.where(seen, 1 / total, 0.0)
-    lse = jnp.where(seen, m * (1 / LOG2E) + jnp.log(total), -jnp.inf)
+    lse = softmax.log_sum(m, total)
     start = item.split, item.row, item.head
     rows = jnp.minimum((item.queries if p.merged else p.T) - item.token, p.tokens) * p.group
     for part, (first, _) in zip(accumulators, p.strips, strict=True):
@@ -317,7 +323,7 @@ def launch(plan: Plan, inputs: Inputs, *, multiprocessors: int, interpret=False)
             jax.ShapeDtypeStruct((*shape, plan.D), jnp.float32 if plan.merged else plan.dtype),
             jax.ShapeDtypeStruct(shape, jnp.float32),
         ),
-        scratch=_scratch(plan),
+        scratch=_scratch(plan, inputs),
         grid={"block": min(multiprocessors, _most_items(plan))},
         warpgroups=2 * STREAMS,
         interpret=interpret,
@@ -333,20 +339,23 @@ def _most_items(plan) -> int:
     return plan.splits * plan.K * tiles
 
 
-def _scratch(plan) -> dict:
+def _scratch(plan, inputs) -> dict:
     stages, queries = STREAMS * plan.stages, STREAMS * plan.query_slots
     copies = BLOCK // plan.page_rows
 
-    def smem(slots, rows, columns):
-        return plgpu.SMEM((slots, ptx.slabs(columns), rows, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
+    def smem(slots, rows, columns, dtype):
+        width = mma.ROW_BYTES // dtype.itemsize
+        return plgpu.SMEM((slots, -(-columns // width), rows, width), dtype, transforms=ptx.TRANSFORMS)
 
-    return dict(
-        q_smem=smem(queries, plan.query_rows, plan.H), k_smem=smem(stages, BLOCK, plan.H),
-        v_smem=smem(stages, BLOCK, plan.D), items=plgpu.SMEM((queries, len(FIELDS)), jnp.int32),
+    k_smem, v_smem = smem(stages, BLOCK, plan.H, inputs.k.dtype), smem(stages, BLOCK, plan.D, inputs.v.dtype)
+    scratch = dict(
+        q_smem=smem(queries, plan.query_rows, plan.H, plan.dtype), k_smem=k_smem, v_smem=v_smem,
+        items=plgpu.SMEM((queries, len(FIELDS)), jnp.int32),
         dealt=plgpu.Barrier(num_barriers=queries),
         q_ready=plgpu.Barrier(num_arrivals=plan.tokens * ptx.slabs(plan.H), num_barriers=queries),
         q_free=plgpu.Barrier(num_barriers=queries),
-        k_ready=plgpu.Barrier(num_arrivals=copies * ptx.slabs(plan.H), num_barriers=stages),
-        v_ready=plgpu.Barrier(num_arrivals=copies * ptx.slabs(plan.D), num_barriers=stages),
+        k_ready=plgpu.Barrier(num_arrivals=copies * k_smem.shape[1], num_barriers=stages),
+        v_ready=plgpu.Barrier(num_arrivals=copies * v_smem.shape[1], num_barriers=stages),
         free=plgpu.Barrier(num_barriers=stages),
     )  # fmt: skip
+    return scratch | (decode_quantised.scratch(plan) if plan.scales else {})

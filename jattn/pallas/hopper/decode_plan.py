@@ -18,6 +18,7 @@ from jattn.pallas.hopper.lists import i32
 LOG2E = math.log2(math.e)
 STREAMS = 2  # of items in a thread block, each with a producer and a consumer warpgroup
 ROWS = 64  # of a query tile
+QUANTISED_ROWS = 8, 16, 32  # of one over a quantised cache, columns of its products: the fewest that the queries fill
 BLOCK = 64  # keys a step
 _MOST_STAGES = 6
 _STRIP = 128
@@ -39,6 +40,11 @@ class DecodeConfig:
     def __post_init__(self):
         if not isinstance(self.split, int) or self.split <= 0 or self.split % BLOCK:
             raise ValueError(f"split={self.split!r} must be a positive multiple of {BLOCK}")
+
+
+def quantised_rows(value_dim: int) -> tuple[int, ...]:
+    """Rows that a query tile over a quantised cache may have, for which there are registers."""
+    return QUANTISED_ROWS[: 3 if value_dim <= 128 else 2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +69,7 @@ class Plan:
     config: DecodeConfig
     sinks: bool = False
     packed: bool = False
+    scales: tuple | None = None  # what a scale of keys and of values belongs to; None: the cache is not quantised
     mod: Any = None  # the modifier, see `lowering.with_bools`
     rule: Any = None  # what the bounds leave of the mask, see `lowering.MaskSpec`
     rule_of_new: bool = False  # whether the rule hides no key before the sequence's queries
@@ -79,7 +86,17 @@ class Plan:
     @property
     def tokens(self) -> int:
         """Query tokens of a tile, whose rows they fill with the heads of a group."""
-        return min(self.T, ROWS // self.group)
+        return min(self.T, self.tile_rows // self.group)
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a query tile, not all of which may be filled."""
+        if self.scales is None:
+            return ROWS
+        sizes = quantised_rows(self.D)
+        if self.rule is not None and self.group <= sizes[1]:  # beside a rule 32 rows spill 4 bytes
+            sizes = sizes[:2]
+        return next((rows for rows in sizes if rows >= self.T * self.group), sizes[-1])
 
     @property
     def splits(self) -> int:
@@ -95,7 +112,9 @@ class Plan:
     @property
     def query_rows(self) -> int:
         """Rows of a query tile in shared memory: groups of 8, if the product reads them from registers."""
-        return ROWS if self.queries_stay else -(-self.tokens * self.group // 8) * 8
+        if self.scales is not None or self.queries_stay:
+            return self.tile_rows
+        return -(-self.tokens * self.group // 8) * 8
 
     @property
     def queries_stay(self) -> bool:
@@ -115,7 +134,11 @@ class Plan:
     def _stages(self, query_slots):
         h, d = padded_width(self.H), padded_width(self.D)
         room = SHARED_MEMORY_BYTES[9, 0] - _RESERVED_BYTES - STREAMS * query_slots * self.query_rows * h * 2
-        return min(_MOST_STAGES, room // (STREAMS * BLOCK * (h + d) * 2))
+        if self.scales is None:
+            return min(_MOST_STAGES, room // (STREAMS * BLOCK * (h + d) * 2))
+        room -= STREAMS * 4 * (8 * (self.D + 4) + 2 * self.tile_rows) * 4 + 3 * 1024  # what four warps merge
+        block = sum(-(-x // 128) * 128 for x in (h, d)) + 2 * 4  # slabs have 128 columns; scales of tokens
+        return min(_MOST_STAGES, room // (STREAMS * BLOCK * block))
 
     @property
     def strips(self) -> list[tuple[int, int]]:
@@ -131,6 +154,8 @@ class Plan:
     @property
     def registers(self) -> tuple[int, int]:
         """A thread's, of a consumer and of a producer: 128 · 2 · their sum is 65,536."""
+        if self.scales is not None:
+            return 208, 48
         if padded_width(self.D) > 128:
             return 200, 56
         return (192, 64) if self.mod or self.rule else (184, 72)
@@ -153,8 +178,8 @@ class Inputs:
     """The kernel's inputs in HBM; None where the problem has none."""
 
     q: Any  # [rows, N, H]
-    k: Any  # [P, page, K, H]
-    v: Any  # [P, page, K, D]
+    k: Any  # [P, page, K, H], of the plan's dtype or quantised
+    v: Any  # [P, page, K, D], likewise
     lengths: Any  # int32 [B]
     tables: Any = None  # int32 [B, W]; None: sequence b is page b
     cu_queries: Any = None  # int32 [B + 1] when packed
@@ -162,6 +187,8 @@ class Inputs:
     limits: Any = None  # int32 [B or 1]: no key from there on is seen
     scale: Any = None  # float32 [1]
     sinks: Any = None  # float32 [1, N]
+    k_scale: Any = None  # float32 [1] for the tensor, [K] one a head, or [P, page, K] one a token and head
+    v_scale: Any = None
     aux: tuple = ()  # of the modifier, [B or 1, N or 1, 1, 1]
     mask_arrays: tuple = ()  # of the rule, [B or 1, N or 1, ., .]
     origin: Any = None  # int32 [2]: batch index and head that 0 stands for, to rule and modifier
@@ -272,6 +299,25 @@ def over_items(x, body, carry):
 
     state = x.first_item, *find(x.first_item, i32(0), i32(0), items(i32(0))), carry
     return lax.while_loop(lambda s: s[1] < p.B, one, state)[-1]
+
+
+def slot_of(x, position):
+    """Slot of the block at a position in the stream's sequence of blocks."""
+    return x.stream * x.plan.stages + lax.rem(position, i32(x.plan.stages))
+
+
+def over_blocks(x, item, one_block, state):
+    """Folds `one_block(i, state, ruled) -> state` over an item's blocks; `ruled` says whether the rule may hide keys
+    there."""
+    p, ruled_from = x.plan, item.blocks
+    if p.rule is not None:
+        new = lax.div(jnp.maximum(item.offset, 0), i32(BLOCK)) - item.begin
+        ruled_from = jnp.clip(new, 0, item.blocks) if p.rule_of_new else i32(0)
+    if p.rule is None or p.rule_of_new:
+        state = lax.fori_loop(0, ruled_from, lambda i, state: one_block(i, state, False), state)
+    if p.rule is not None:
+        state = lax.fori_loop(ruled_from, item.blocks, lambda i, state: one_block(i, state, True), state)
+    return state
 
 
 def _item(p, b, sequence, number) -> Item:

@@ -34,20 +34,24 @@ def ld_global_rows(ref, batch, row) -> jax.Array:
 
 
 def ld_global_of_heads(ref, batch, heads: jax.Array) -> jax.Array:
-    """Entry (batch, heads[r], 0, 0) for each row r, with int32 `heads [64]` in the ROW layout, of an array
+    """Entry (batch, head, 0, 0) for each of int32 `heads`, `[64]` in the ROW layout or `[64, n]`, of an array
     `[B or 1, N or 1, 1, 1]`; floating-point arrays arrive as float32, integers as int32."""
     dtype = jnp.float32 if jnp.issubdtype(ref.dtype, jnp.floating) else jnp.int32
     if interpreting():
         return ref[jnp.minimum(batch, ref.shape[0] - 1)][jnp.minimum(heads, ref.shape[1] - 1), 0, 0].astype(dtype)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, ptx.ROW), return_type=ptx.row_type(dtype))
+    rows = heads.ndim == 1
+    kind = ptx.row_type(dtype) if rows else plgpu.ShapeDtypeStruct(heads.shape, dtype, layout=WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, ptx.ROW if rows else WGMMA), return_type=kind)
     def load(_, ref, batch, heads):
         kind, base = ir.MemRefType(ref.type), utils.memref_ptr(ref)
         sequences, count = kind.shape[:2]
         start = arith.muli(memory._wide(memory._clipped(batch.registers[()], sequences)), memory._int64(count))
         places = [arith.addi(start, memory._wide(memory._clipped(i, count))) for i in ptx.scalars(heads)]
         values = [memory._load(base, kind.element_type, i) for i in places]
-        return ptx.rows_from_scalars(values, heads, signed=True if dtype == jnp.int32 else None)
+        signed = True if dtype == jnp.int32 else None
+        return ptx.rows_from_scalars(values, heads, signed=signed) if rows else ptx.from_scalars(values, signed=signed)
 
     return load(ref, jnp.asarray(batch, jnp.int32), heads)
 
