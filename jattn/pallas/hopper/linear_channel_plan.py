@@ -1,0 +1,35 @@
+"""What the two kernels of linear attention with a decay for each channel know of a call: `linear_channel_prepare` and
+`linear_channel_scan`. `Plan` and `Inputs` are those of one decay a head; g and dt_bias have an axis H more."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jattn._linear import CHUNK
+from jattn.pallas.hopper import ptx
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What a chunk needs that no other chunk knows of; None without the delta rule. Matrices [64, H] are in slabs."""
+
+    query: Any  # [B, n, N, slabs, 64, 64]
+    update: Any  # [B, n, N, slabs, 64, 64]
+    scores: Any  # A, [B, n, N, 64, 64]
+    decay: Any  # float32 [B, n, N, H]
+    erase: Any = None  # [B, n, N, slabs, 64, 64]
+    inverse: Any = None  # M, [B, n, N, 64, 64]
+
+    @property
+    def all(self) -> list:
+        return [x for x in (self.query, self.update, self.scores, self.decay, self.erase, self.inverse) if x is not None]
+
+
+def prepared_shapes(plan) -> Prepared:
+    each = (plan.B, plan.chunks, plan.N)
+    square = jax.ShapeDtypeStruct((*each, CHUNK, CHUNK), plan.dtype)
+    wide = jax.ShapeDtypeStruct((*each, ptx.slabs(plan.H), CHUNK, ptx.SLAB), plan.dtype)
+    decay = jax.ShapeDtypeStruct((*each, plan.H), "float32")
+    return Prepared(wide, wide, square, decay, *((wide, square) if plan.options.rule.delta else ()))
