@@ -27,12 +27,13 @@ from jax import lax
 
 from jattn._linear import CHUNK
 from jattn.pallas._compat import kernel, pl, plgpu
-from jattn.pallas.hopper import linear_channel_tiles, linear_tiles, memory, ptx
+from jattn.pallas.hopper import linear_tiles, memory, ptx
 from jattn.pallas.hopper.linear_channel_plan import Prepared
+from jattn.pallas.hopper.linear_channel_tiles import times_along_rows
 from jattn.pallas.hopper.linear_plan import COLUMNS, Plan, copy_rows
 from jattn.pallas.hopper.lists import i32
 
-_REGISTERS = 240, 24  # of a computing warpgroup's threads, of the producer's
+_REGISTERS = 232, 40  # of a computing warpgroup's threads, of the producer's, which has nine matrices to copy
 
 
 def _kernel(
@@ -131,8 +132,7 @@ def _one_chunk(x, i, S):
         u = u.astype(dtype)
     else:
         (o,) = ptx.wgmma_wait_group(0, ptx.wgmma_rs_nt(narrow, x.query.at(slot)))
-    S = S * linear_channel_tiles.ld_shared_along_rows(x.matrices.decay.at[slot])
-    S = ptx.wgmma_rs(S, u, x.update.at(slot))
+    S = ptx.wgmma_rs(times_along_rows(S, x.matrices.decay.at[slot]), u, x.update.at(slot))
     o = ptx.wgmma_rs_nt(u, x.A.at(slot), o)
     S, o = ptx.wgmma_wait_group(0, S, o)
     plgpu.barrier_arrive(x.free.at[slot])

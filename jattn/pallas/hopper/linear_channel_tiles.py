@@ -360,20 +360,22 @@ def assembled(blocks, levels, diagonal=None) -> jax.Array:
 # --- scan -------------------------------------------------------------------------------------------------------------
 
 
-def ld_shared_along_rows(ref) -> jax.Array:
-    """float32 `ref [H]` in shared memory as `[64, H]`, entry c in all of column c (`ld.shared.v2.f32`)."""
-    (H,) = ref.shape
+def times_along_rows(x: jax.Array, ref) -> jax.Array:
+    """`x [64, H]` times float32 `ref [H]` in shared memory, entry c in all of column c (`ld.shared.v2.f32`)."""
     if interpreting():
-        value = jnp.broadcast_to(ref[...], (TILE_ROWS, H))
+        value = x * ref[...]
         plgpu.commit_smem()
         return value
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=ptx.array_type(H))
-    def load(_, ref):
-        base = _offset(_start(ref), ptx.lane_position()[1], 4)
-        return _same_rows(sum((_ld_shared(base, 32 * n, 2) for n in range(H // 8)), []))
+    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()), return_type=ptx.array_type(x.shape[1]))
+    def multiply(_, x, ref):
+        base, values = _offset(_start(ref), ptx.lane_position()[1], 4), ptx.scalars(x)
+        for i in range(0, len(values), 4):
+            pair = _ld_shared(base, 8 * i, 2)
+            values[i : i + 4] = [ptx.mul(v, pair[j % 2]) for j, v in enumerate(values[i : i + 4])]
+        return ptx.from_scalars(values)
 
-    return load(ref)
+    return multiply(x, ref)
 
 
 def _rows():
