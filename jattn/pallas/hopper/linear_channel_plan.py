@@ -24,7 +24,9 @@ class Prepared:
 
     @property
     def all(self) -> list:
-        return [x for x in (self.query, self.update, self.scores, self.decay, self.erase, self.inverse) if x is not None]
+        return [
+            x for x in (self.query, self.update, self.scores, self.decay, self.erase, self.inverse) if x is not None
+        ]
 
 
 def prepared_shapes(plan) -> Prepared:

@@ -59,7 +59,9 @@ def _kernel(
     block = lax.axis_index("block")
     head, rest = lax.rem(block, i32(plan.N)), lax.div(block, i32(plan.N))
     chunk, batch = lax.rem(rest, i32(plan.chunks)), lax.div(rest, i32(plan.chunks))
-    x = SimpleNamespace(plan=plan, **dict.fromkeys(_INPUTS), head=head, chunk=chunk, batch=batch, place=(batch, chunk, head))
+    x = SimpleNamespace(
+        plan=plan, **dict.fromkeys(_INPUTS), head=head, chunk=chunk, batch=batch, place=(batch, chunk, head)
+    )
     vars(x).update(inputs, q_smem=q_smem, k_smem=k_smem, right=right, sums=sums, rows=plan.T - chunk * CHUNK)
     for array, smem in ((x.query, q_smem), (x.key, k_smem)):
         copy_rows(plan, array, batch, chunk, key_head(plan, head), smem, ready)
@@ -194,9 +196,14 @@ def launch(plan: Plan, inputs, *, interpret=False) -> Prepared:
             name="jattn_linear_channel_prepare",
             out_type=tuple(shapes.all),
             scratch=dict(
-                q_smem=smem(slabs), k_smem=smem(slabs), right=smem(slabs), squares=smem(2),
-                sums=plgpu.SMEM((CHUNK, tiles.pitch(plan.H)), jnp.float32), numbers=plgpu.SMEM((CHUNK,), jnp.float32),
-                decay_smem=plgpu.SMEM((plan.H,), jnp.float32), ready=plgpu.Barrier(num_arrivals=2 * slabs),
+                q_smem=smem(slabs),
+                k_smem=smem(slabs),
+                right=smem(slabs),
+                squares=smem(2),
+                sums=plgpu.SMEM((CHUNK, tiles.pitch(plan.H)), jnp.float32),
+                numbers=plgpu.SMEM((CHUNK,), jnp.float32),
+                decay_smem=plgpu.SMEM((plan.H,), jnp.float32),
+                ready=plgpu.Barrier(num_arrivals=2 * slabs),
             ),  # fmt: skip
             grid={"block": plan.B * plan.chunks * plan.N},
             warpgroups=1,

@@ -109,7 +109,11 @@ def _copy_chunk(x, i, slot):
 def _consume(x):
     smem, H = x.matrices, x.plan.H
     operand = lambda m, n, **how: ptx.matrix(lambda i: m.at[i], CHUNK, n, **how)  # noqa: E731
-    x.query, x.A, x.update = operand(smem.query, H), operand(smem.scores, CHUNK), operand(smem.update, H, along_rows=True)
+    x.query, x.A, x.update = (
+        operand(smem.query, H),
+        operand(smem.scores, CHUNK),
+        operand(smem.update, H, along_rows=True),
+    )
     if x.plan.options.rule.delta:
         x.erase, x.M = operand(smem.erase, H), operand(smem.inverse, CHUNK)
     S = lax.fori_loop(0, x.plan.chunks, lambda i, S: _one_chunk(x, i, S), _initial_state(x))
@@ -205,7 +209,9 @@ def _scratch(plan, given) -> dict:
     for i, array in enumerate(given):
         wide = len(array.shape) == 6
         slabs = array.shape[3] if wide else 1
-        rooms[f"matrix{i}"] = plgpu.SMEM((stages, plan.H), jnp.float32) if len(array.shape) == 4 else smem(stages, slabs)
+        rooms[f"matrix{i}"] = (
+            plgpu.SMEM((stages, plan.H), jnp.float32) if len(array.shape) == 4 else smem(stages, slabs)
+        )
         copies += slabs
     return rooms | dict(
         v_smem=smem(stages, plan.warpgroups), out_smem=smem(plan.warpgroups, 1),

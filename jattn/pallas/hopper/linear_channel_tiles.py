@@ -265,7 +265,9 @@ def mma_with_block(sums, left, ref, piece, block: int) -> tuple:
     if interpreting():
         right = ref[slab, pl.ds(BLOCK * block, BLOCK), pl.ds(column, PIECE)]
         plgpu.commit_smem()
-        return tuple(s + jnp.dot(x, right.T, preferred_element_type=jnp.float32) for s, x in zip(sums, left, strict=True))
+        return tuple(
+            s + jnp.dot(x, right.T, preferred_element_type=jnp.float32) for s, x in zip(sums, left, strict=True)
+        )
     count = len(sums)
 
     @plgpu.inline_mgpu(
@@ -293,8 +295,10 @@ def mma_within(sums, left, right, rows: int) -> tuple:
     same 8 rows if `rows` is 8, the first 8 of the same 16 if it is 16 (`mma.sync`)."""
     if interpreting():
         group = lambda x: x.reshape(TILE_ROWS // rows, rows, PIECE)  # noqa: E731
-        product = lambda x: jnp.einsum(  # noqa: E731
-            "nic,njc->nij", group(x), group(right)[:, :8], preferred_element_type=jnp.float32
+        product = (
+            lambda x: jnp.einsum(  # noqa: E731
+                "nic,njc->nij", group(x), group(right)[:, :8], preferred_element_type=jnp.float32
+            )
         )
         return tuple(s + product(x).reshape(TILE_ROWS, 8) for s, x in zip(sums, left, strict=True))
     count = len(sums)
@@ -348,7 +352,9 @@ def assembled(blocks, levels, diagonal=None) -> jax.Array:
         own = [*within[:2], *l8[2:], zero, zero, *within[2:]]
         found = []
         for block in range(4):
-            here, below = (arith.cmpi(p, warp, integer(block)) for p in (arith.CmpIPredicate.eq, arith.CmpIPredicate.ugt))
+            here, below = (
+                arith.cmpi(p, warp, integer(block)) for p in (arith.CmpIPredicate.eq, arith.CmpIPredicate.ugt)
+            )
             for i in range(8):
                 outside = arith.select(below, blocks[block][i], zero) if block < 3 else zero
                 found.append(arith.select(here, own[i], outside))
