@@ -24,9 +24,8 @@ class Prepared:
 
     @property
     def all(self) -> list:
-        return [
-            x for x in (self.query, self.update, self.scores, self.decay, self.erase, self.inverse) if x is not None
-        ]
+        every = self.query, self.update, self.scores, self.decay, self.erase, self.inverse
+        return [x for x in every if x is not None]
 
 
 def prepared_shapes(plan) -> Prepared:

@@ -2,13 +2,13 @@
 
     P_ij = Σ_c x_ic k_jc 2^(g_(j+1)c + … + g_ic),  j ≤ i
 
-A product of matrices has one anchor a for all its rows and columns, between them: x 2^(sum after a) times k 2^(sum up to
-a), exponents ≤ 0 both. The anchors here, none of which is a later token than its row:
+A product of matrices has one anchor a for all its rows and columns, between them: x 2^(sum after a) times
+k 2^(sum up to a), exponents ≤ 0 both. The anchors here, none of which is a later token than its row:
 
 * pairs of different blocks of 16 tokens: the end of the column's block. A warp has the rows of one block, so that its
   products with the others, at most three, are m16n8k16 on its own;
-* pairs of a block whose numbers differ first in bit b = 8, 4, 2, 1: the last token whose bit b is not yet set. A token is
-  a row or a column by that bit, and the same registers are the left operand or the right one.
+* pairs of a block whose numbers differ first in bit b = 8, 4, 2, 1: the last token whose bit b is not yet set. A token
+  is a row or a column by that bit, and the same registers are the left operand or the right one.
 
 Log decays are to the base of two. What is made of channels takes 32 of them at once. As in `memory`, functions have an
 equivalent in plain jnp for interpret mode.
@@ -126,8 +126,8 @@ def _channel(H: int):
 
 
 def ld_tile(ref, piece, factors=None) -> jax.Array:
-    """Channels `[32 · piece, 32 · piece + 32)` of bfloat16 `ref [slabs, 64, 64]` as float32 (`ldmatrix`), each row times
-    its entry of `factors [64]`."""
+    """Channels `[32 · piece, 32 · piece + 32)` of bfloat16 `ref [slabs, 64, 64]` as float32 (`ldmatrix`), each row
+    times its entry of `factors [64]`."""
     slab, column = _slab_and_column(piece)
     if interpreting():
         value = ref[slab, :, pl.ds(column, PIECE)].astype(jnp.float32)
@@ -224,8 +224,8 @@ def ld_decay_below(ref, piece, block: int) -> jax.Array:
 
 
 def decayed(x, sums, anchor=None, bit: int | None = None) -> jax.Array:
-    """`x · 2^−|sums − anchor|`, all `[64, 32]`; without an anchor `x · 2^sums`. With a `bit`, 0 in rows whose bit of that
-    value is not set, with a negative one in rows whose it is."""
+    """`x · 2^−|sums − anchor|`, all `[64, 32]`; without an anchor `x · 2^sums`. With a `bit`, 0 in rows whose number has
+    not that bit; with a negative one, in rows whose number has it."""
     if interpreting():
         value = x * jnp.exp2(sums if anchor is None else -jnp.abs(sums - anchor))
         if bit is None:
@@ -294,13 +294,12 @@ def mma_within(sums, left, right, rows: int) -> tuple:
     """Adds to each of `sums [64, 8]` the product of its `left [64, 32]`, bfloat16, with 8 rows of `right`: those of the
     same 8 rows if `rows` is 8, the first 8 of the same 16 if it is 16 (`mma.sync`)."""
     if interpreting():
-        group = lambda x: x.reshape(TILE_ROWS // rows, rows, PIECE)  # noqa: E731
-        product = (
-            lambda x: jnp.einsum(  # noqa: E731
-                "nic,njc->nij", group(x), group(right)[:, :8], preferred_element_type=jnp.float32
-            )
-        )
-        return tuple(s + product(x).reshape(TILE_ROWS, 8) for s, x in zip(sums, left, strict=True))
+        first = right.reshape(TILE_ROWS // rows, rows, PIECE)[:, :8]
+        found = []
+        for total, x in zip(sums, left, strict=True):
+            product = jnp.einsum("nic,njc->nij", x.reshape(-1, rows, PIECE), first, preferred_element_type=jnp.float32)
+            found.append(total + product.reshape(TILE_ROWS, 8))
+        return tuple(found)
     count = len(sums)
 
     @plgpu.inline_mgpu(arg_types=[WGMMA] * (2 * count + 1), return_type=(ptx.array_type(8),) * count)
