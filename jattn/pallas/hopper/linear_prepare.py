@@ -136,22 +136,28 @@ def launch(plan: Plan, inputs, *, interpret=False) -> Prepared:
     def body(*refs, **allocations):
         _kernel(plan, dict(zip(given, refs, strict=False)), *refs[len(given) :], **allocations)
 
-    slabs = ptx.slabs(plan.H)
-    smem = lambda n: plgpu.SMEM((n, CHUNK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)  # noqa: E731
-    return Prepared(
-        *kernel(
-            body,
-            name="jattn_linear_prepare",
-            out_type=(shapes.inverse, shapes.scores, shapes.vectors),
-            scratch=dict(
-                q_smem=smem(2), k_smem=smem(slabs), numbers=plgpu.SMEM((3, CHUNK), jnp.float32),
-                vectors_smem=plgpu.SMEM((len(VECTORS), CHUNK), jnp.float32),
-                scratch=plgpu.SMEM((CHUNK, linear_tiles.PITCH), jnp.float32),
-                ready=plgpu.Barrier(num_arrivals=2 * slabs),
-            ),  # fmt: skip
-            grid={"block": plan.B * plan.chunks * plan.N},
-            warpgroups=1,
-            interpret=interpret,
-            approximate=False,
-        )(*given.values())
+    launched = kernel(
+        body,
+        name="jattn_linear_prepare",
+        out_type=(shapes.inverse, shapes.scores, shapes.vectors),
+        scratch=_scratch(plan),
+        grid={"block": plan.B * plan.chunks * plan.N},
+        warpgroups=1,
+        interpret=interpret,
+        approximate=False,
+    )
+    return Prepared(*launched(*given.values()))
+
+
+def _scratch(plan) -> dict:
+    def smem(slabs):
+        return plgpu.SMEM((slabs, CHUNK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
+
+    return dict(
+        q_smem=smem(2),
+        k_smem=smem(ptx.slabs(plan.H)),
+        numbers=plgpu.SMEM((3, CHUNK), jnp.float32),
+        vectors_smem=plgpu.SMEM((len(VECTORS), CHUNK), jnp.float32),
+        scratch=plgpu.SMEM((CHUNK, linear_tiles.PITCH), jnp.float32),
+        ready=plgpu.Barrier(num_arrivals=2 * ptx.slabs(plan.H)),
     )

@@ -135,7 +135,8 @@ def _one_chunk(x, i, S):
     z = v - vector("key") * r
     u = ptx.wgmma_rs_nt(z.astype(dtype), x.M.at(slot))
     o, u = ptx.wgmma_wait_group(0, o, u)
-    S = ptx.wgmma_rs(S * x.vectors_smem[slot, VECTORS.index("last"), 0], (u * vector("update")).astype(dtype), x.k_rows.at(slot))
+    update, last = (u * vector("update")).astype(dtype), x.vectors_smem[slot, VECTORS.index("last"), 0]
+    S = ptx.wgmma_rs(S * last, update, x.k_rows.at(slot))
     o = ptx.wgmma_rs_nt(u.astype(dtype), x.A.at(slot), o * vector("query"))
     S, o = ptx.wgmma_wait_group(0, S, o)
     plgpu.barrier_arrive(x.free.at[slot])
