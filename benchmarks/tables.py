@@ -4,6 +4,7 @@
 A table stands between `<!-- NAME -->` and `<!-- end NAME -->`; one that is not there yet is put at the end.
 """
 
+import argparse
 import pathlib
 
 from benchmarks import cases, plots, record
@@ -321,7 +322,8 @@ def report(page):
     return page, {f"performance_{name}.svg": figure for name, figure in figures.items()}
 
 
-def main():
+def main(argv=None):
+    argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__).parse_args(argv)
     page, figures = report(PAGE.read_text(encoding="utf-8"))
     for path, text in {PAGE: page, **{PAGE.parent / name: figure for name, figure in figures.items()}}.items():
         path.write_text(text, encoding="utf-8")
