@@ -19,6 +19,7 @@ from benchmarks import (
     shapes,
     sparse,
     timing,
+    training,
     tune,
 )  # fmt: skip
 from benchmarks.shapes import selected
@@ -124,7 +125,7 @@ def sparse_stages(arguments):
 SUITES = {
     "cpu": cpu, "memory": memory, "attention": attention.attention, "tune": tune.tune, "sequence": sequence.sequence,
     "linear": linear.linear_suite, "scaling": linear.scaling, "sparse": sparse_stages, "decode": decode.decode,
-    "paged": decode.paged,
+    "paged": decode.paged, "training": training.training,
 }  # fmt: skip
 ON_GPU = ("attention", "tune")
 CACHES = ("decode", "paged")

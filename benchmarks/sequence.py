@@ -7,6 +7,7 @@ device computes.
 """
 
 import concurrent.futures
+import dataclasses
 import functools
 
 import jax
@@ -21,11 +22,12 @@ SHAPES = (
     shapes.Shape(1, 4096, 4096, 8, 4, 64, 64, causal=True),
     shapes.Shape(1, 4096, 4096, 8, 4, 64, 64, causal=True, window=(255, 0)),
 )
-# On GPUs: tokens of a device, query and key heads, mask.
+# On GPUs: tokens of a device, query and key heads, mask, and tokens of a document where there are documents.
 OWN = (
-    (16384, 32, 8, dict(causal=True)), (32768, 32, 8, dict(causal=True)), (32768, 8, 8, dict(causal=True)),
-    (32768, 32, 8, dict()), (32768, 32, 8, dict(causal=True, window=(4095, 0))), (131072, 8, 8, dict(causal=True)),
-    (524288, 8, 8, dict(causal=True, window=(4095, 0))),
+    (32768, 8, 8, dict(causal=True), None), (32768, 32, 8, dict(causal=True), None),
+    (16384, 32, 8, dict(causal=True), None), (32768, 32, 8, dict(causal=True), 8192),
+    (32768, 32, 8, dict(causal=True, window=(4095, 0)), None), (131072, 8, 8, dict(causal=True), None),
+    (524288, 8, 8, dict(causal=True, window=(4095, 0)), None), (32768, 32, 8, dict(), None),
 )  # fmt: skip
 CALLS = (
     ("ring", "contiguous"), ("ring", "zigzag"), ("ring", "striped"), ("allgather", "zigzag"), ("ulysses", "contiguous"),
@@ -40,20 +42,40 @@ def sequence(arguments):
     """Forward, and forward and backward, wall time, with the bytes that a device sends as counted in the compiled
     program."""
     dtype, devices = "float32" if jax.default_backend() == "cpu" else "bfloat16", jax.device_count()
-    for shape in shapes.selected(table(devices), arguments):
-        inputs = shape.inputs(dtype)
+    for case in shapes.selected(table(devices), arguments):
+        inputs = case.inputs(dtype)
         for backward in (False, True):
-            yield from measured(shape, inputs, dtype, devices, backward, arguments.repeats)
+            yield from measured(case, inputs, dtype, devices, backward, arguments.repeats)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A shape, in documents of so many tokens or in one."""
+
+    shape: shapes.Shape
+    document: int | None = None
+
+    def __str__(self):
+        return f"{self.shape} documents {self.document}" if self.document else str(self.shape)
+
+    def inputs(self, dtype):
+        """query, key, value, the cotangent, and segment ids where there are documents."""
+        ids = jnp.arange(self.shape.S, dtype=jnp.int32)[None] // (self.document or 1)
+        return [*self.shape.inputs(dtype), *([ids] if self.document else [])]
 
 
 def table(devices):
     if jax.default_backend() == "cpu":
-        return SHAPES
-    return [shapes.Shape(1, n * devices, n * devices, N, K, 128, 128, **mask) for n, N, K, mask in OWN]
+        return [Case(shape) for shape in SHAPES]
+    return [
+        Case(shapes.Shape(1, n * devices, n * devices, N, K, 128, 128, **mask), document)
+        for n, N, K, mask, document in OWN
+    ]
 
 
-def measured(shape, inputs, dtype, devices, backward, repeats):
-    """The rows of one shape and pass."""
+def measured(case, inputs, dtype, devices, backward, repeats):
+    """The rows of one case and pass."""
+    shape = case.shape
     steps = {ALONE: (step(jattn.attention, shape.options, backward), inputs, None)}
     for strategy, kind in CALLS:
         if strategy == "ulysses" and shape.N % devices or kind == "striped" and dtype != "float32":
@@ -74,7 +96,7 @@ def measured(shape, inputs, dtype, devices, backward, repeats):
         ideal = taken[ALONE] / devices
         kernels = computing(calls[name], devices if name in sent else 1) if dtype != "float32" else None
         yield {
-            "shape": str(shape),
+            "shape": str(case),
             "dtype": dtype,
             "pass": "fwd+bwd" if backward else "fwd",
             "devices": devices if name in sent else 1,
@@ -87,7 +109,7 @@ def measured(shape, inputs, dtype, devices, backward, repeats):
             "temporary_bytes": temporary[name],
             "times_one_device": round(taken[ALONE] / took, 2),
             "percent_of_ideal": round(100 * ideal / took, 1) if name in sent and dtype != "float32" else "",
-            "predicted_ms": predicted(name[0], shape, devices, backward, taken[ALONE]) if name in sent else "",
+            "predicted_ms": predicted(name[0], case, devices, backward, taken[ALONE]) if name in sent else "",
         }
 
 
@@ -119,13 +141,14 @@ def computing(call, devices):
 
 
 def step(attention, options, backward):
-    """The compiled function of (query, key, value, dout) to (out,) or (out, dquery, dkey, dvalue)."""
+    """The compiled function of (query, key, value, dout[, segment ids]) to (out,) or (out, dquery, dkey, dvalue)."""
 
     @jax.jit
-    def step(query, key, value, dout):
+    def step(query, key, value, dout, segment_ids=None):
+        attend = functools.partial(attention, **options, segment_ids=segment_ids)
         if not backward:
-            return (attention(query, key, value, **options),)
-        out, pullback = jax.vjp(functools.partial(attention, **options), query, key, value)
+            return (attend(query, key, value),)
+        out, pullback = jax.vjp(attend, query, key, value)
         return out, *pullback(dout)
 
     return step
@@ -162,10 +185,11 @@ def gate(name, found, want, dtype):
             raise SystemExit(f"{' '.join(name)} differs from one device by {off:.1e}; nothing was timed")
 
 
-def predicted(strategy, shape, devices, backward, alone):
+def predicted(strategy, case, devices, backward, alone):
     """Milliseconds by the communication model, at the rate that one device reaches alone. For GPUs, and for masks whose
     work the model knows."""
-    if jax.default_backend() == "cpu" or shape.window:
+    shape = case.shape
+    if jax.default_backend() == "cpu" or shape.window or case.document:
         return ""
     call = communication.Call(shape.S, shape.N, shape.K, shape.H, causal=shape.causal)
     rate = call.flops() * (3.5 if backward else 1) / alone

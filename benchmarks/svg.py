@@ -85,10 +85,10 @@ def _number(tick):
     return f"{tick:,.0f}" if tick >= 1000 else f"{tick:g}"
 
 
-def lines(title, xlabel, ylabel, series, xticks, log=(True, False), rule=None, high=None):
-    """A panel of curves: `series` is name index -> [(x, y)], in which `xticks` {x: label} has every x."""
+def lines(title, xlabel, ylabel, series, xticks, log=(True, False), rule=None, high=0.0):
+    """A panel of curves: `series` is name index -> [(x, y)]; `xticks` {x: label} has every x; `high`: least top."""
     values = [y for points in [*series.values(), rule or []] for _, y in points]
-    yticks = powers(min(values), max(values)) if log[1] else steps(high or max(values))
+    yticks = powers(min(values), max(values)) if log[1] else steps(max([high, *values]))
 
     def draw(box):
         left, top, width, height = box

@@ -41,6 +41,24 @@ DECODE_GOALS = {
     "B8 S8192 32/8 H128": (1.00, 1.05),
     "B128 S1024 64/8 H128": (1.00, 1.05),
 }
+# Suites with a section of their own at the end of the page, once they have rows: title, column -> heading.
+_CACHES = {
+    "shape": "shape", "implementation": "call", "us": "µs", "gbytes_per_s": "GB/s", "percent_of_read": "% of a read",
+    "times_cudnn": "× cuDNN", "times_unquantised": "× unquantised", "percent_of_equal": "% of equal lengths",
+}  # fmt: skip
+SECTIONS = {
+    "training": ("Training a model", {
+        "shape": "model", "implementation": "attention", "tokens_per_s": "tokens/s", "ms": "ms a step",
+        "attention_percent": "attention, % of kernels", "peak_gib": "peak GiB",
+        "losses_1_2_5_10": "losses of steps 1, 2, 5, 10", "mean_of_the_last_20": "mean loss of the last 20",
+    }),
+    "linear": ("Linear attention", {
+        "shape": "shape", "pass": "pass", "implementation": "", "ms": "ms", "percent_of_plan": "% of the plan's limit",
+        "percent_of_fused": "% of one kernel's limit", "times_jla": "× jla",
+    }),
+    "decode suite": ("Decoding over contiguous caches", _CACHES),
+    "paged suite": ("Decoding over pages", _CACHES),
+}  # fmt: skip
 SHARE_GOAL = 90  # % of ideal, sequence parallelism
 SAME = 0.05  # cards, and runs on one, differ by less
 _SKIPPING = ("documents 1024", "prefix 512", "blocks 25%", "key lengths")
@@ -193,6 +211,21 @@ def cpu_table(rows):
     return lines
 
 
+def section(name, rows):
+    """Lines of a suite of `SECTIONS`: its latest rows as they are recorded."""
+    title, columns = SECTIONS[name]
+    last, rows = rows[-1], record.latest(on_last_device(rows))
+    return [
+        f"## {title}",
+        "",
+        f"`./run bench {name.split()[0]}`, measured on {last['device']}, jax {last['jax']}, {last['date']}.",
+        "",
+        f"| {' | '.join(columns.values())} |",
+        "|---" * len(columns) + "|",
+        *(f"| {' | '.join(row[column] or '–' for column in columns)} |" for row in rows),
+    ]
+
+
 def sequence_rows(rows):
     names = "shape", "pass", "implementation", "layout"
     return list({tuple(map(row.get, names)): row for row in rows if row["dtype"] == "bfloat16"}.values())
@@ -271,6 +304,9 @@ def report(page):
         "sequence": sequence_table(sequence),
         "cpu": cpu_table(cpu),
     }
+    for name in SECTIONS:
+        if (path := record.RESULTS / f"{name.split()[0]}.csv").exists():
+            found[name] = section(name, record.load(path))
     for name, lines in found.items():
         page = replaced(page, name, lines)
     figures = {

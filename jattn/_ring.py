@@ -247,14 +247,14 @@ class Shard:
         both = reduce_scatter(both, self.plan.axis)
         return totals, jnp.split(both, [sums[0].shape[-1]], -1)
 
-    # Rectangles where the order of tokens decides alone: one for the keys of a device.
+    # Where the order of tokens decides alone: a rectangle for a device's own keys, two squares for those of another.
 
     def _in_order(self, distance) -> bool:
         """Whether a causal mask and segments are all there is, or less, over the two pieces of a zigzag layout.
 
         A device's tokens are in order. Its first piece lies before both pieces of any device after it, its second piece
         behind both: there the second piece of the queries sees all keys, here all queries the first piece of the keys.
-        One rectangle then does the work of four, without sums in float32 to cut out and put back.
+        Either way the second piece of the queries sees the first piece of the keys, and one other square is to be done.
         """
         a, c, o = self.arrays, self.context, self.options
         plain = a.bias is None and o.mod is None and not o.dropout_threshold and c.query_lengths is None
@@ -263,30 +263,37 @@ class Shard:
         return distance is not None and plain and same and known
 
     def _over_ordered(self, distance, see, state):
-        """`see(queries, keys, causal, state)`, given the ranges of this device's queries and of the other's keys."""
-        queries, keys = (slice(0, n // self.layout.size) for n in (self.T, self.S))
+        """`see(queries, keys, causal, state)`, given the ranges (start, size) of this device's queries and of the
+        other's keys. Which ones they are is computed: a conditional would have the host wait for the device."""
+        size = self.layout.size
+        rows, columns = self.T // size, self.S // size
         if not any(isinstance(m, Causal) for m in self.terms):
-            return see(queries, keys, False, state)
-        own = functools.partial(see, queries, keys, True)
-        before = functools.partial(see, queries, slice(0, keys.stop // 2), False)
-        after = functools.partial(see, slice(queries.stop // 2, queries.stop), keys, False)
-        source = self._source(distance)
-        if not isinstance(distance, int):
-            case = jnp.where(source == self.index, 0, jnp.where(source < self.index, 1, 2))
-            return lax.switch(case, (own, before, after), state)
-        return own(state) if distance == 0 else lax.cond(source < self.index, before, after, state)
+            return see((0, rows), (0, columns), False, state)
+        own = functools.partial(see, (0, rows), (0, columns), True)
+        if isinstance(distance, int) and distance == 0:
+            return own(state)
+        source, rows, columns = self._source(distance), rows // 2, columns // 2
+
+        def another(state):
+            half = jnp.where(source < self.index, 0, 1)
+            state = see((rows, rows), (0, columns), False, state)
+            return see((half * rows, rows), (half * columns, columns), False, state)
+
+        return another(state) if isinstance(distance, int) else lax.cond(source == self.index, own, another, state)
 
     def _ordered(self, queries, keys, causal, held):
         """`(arrays, context)` of such a rectangle."""
         ids = iter(held.ids)
         segments = [
-            Segments(m.query_ids[:, :, queries], next(ids)[..., keys]) for m in self.terms if isinstance(m, Segments)
+            Segments(_range(m.query_ids, queries, 2), _range(next(ids), keys, 3))
+            for m in self.terms
+            if isinstance(m, Segments)
         ]
         masks = [Causal()] * causal + segments
         arrays = dataclasses.replace(
-            self.arrays, query=self.arrays.query[:, queries], key=held.key[:, keys], value=held.value[:, keys],
-            sinks=None,
-        )
+            self.arrays, query=_range(self.arrays.query, queries), key=_range(held.key, keys),
+            value=_range(held.value, keys), sinks=None,
+        )  # fmt: skip
         return arrays, dataclasses.replace(
             self.context, mask=functools.reduce(And, masks) if masks else None, origin=None
         )
@@ -295,16 +302,17 @@ class Shard:
         """`state` with these keys in it; without what was before where they are the first."""
         out, lse, _ = forward_of(self.ordered, *self._ordered(queries, keys, causal, held), unrounded=True)
         if not alone:
-            out, lse = merge(tuple(x[:, queries] for x in state), (out, lse))
-        return _put(state[0], out, queries.start), _put(state[1], lse, queries.start)
+            out, lse = merge(tuple(_range(x, queries) for x in state), (out, lse))
+        return _put(state[0], out, queries[0]), _put(state[1], lse, queries[0])
 
-    def _see_backward_ordered(self, saved, held, queries, keys, causal, totals):
-        """`_see_backward` of such a rectangle."""
-        out, lse, dout, dlse = (x[:, queries] for x in saved)
+    def _see_backward_ordered(self, saved, held, queries, keys, causal, state):
+        """`_see_backward` of such a rectangle; the state is (totals, gradients of the keys and values)."""
+        totals, own = state
+        out, lse, dout, dlse = (_range(x, queries) for x in saved)
         call = (*self._ordered(queries, keys, causal, held), out, lse, jnp.zeros_like(lse))
         g = backward_of(self.ordered, call, (dout, dlse))
-        query = _put(totals.query, totals.query[:, queries] + g.query, queries.start)
-        own = [_put(self._zeros(x.shape), y, keys.start) for x, y in ((held.key, g.key), (held.value, g.value))]
+        query = _put(totals.query, _range(totals.query, queries) + g.query, queries[0])
+        own = [_put(x, _range(x, keys) + y, keys[0]) for x, y in zip(own, (g.key, g.value), strict=True)]
         return self._add_totals(dataclasses.replace(totals, query=query), g, None, None, None), own
 
     # Rectangles: piece i of the queries and piece j of the keys of device `source`; None: of all keys.
@@ -330,7 +338,8 @@ class Shard:
     def _see_backward(self, saved, totals, keys, distance):
         """`totals` with what comes from these keys in it, and the gradients of these keys and values."""
         if self._in_order(distance):
-            return self._over_ordered(distance, functools.partial(self._see_backward_ordered, saved, keys), totals)
+            state = totals, [self._zeros(x.shape) for x in (keys.key, keys.value)]
+            return self._over_ordered(distance, functools.partial(self._see_backward_ordered, saved, keys), state)
         source = self._source(distance)
         columns = self._columns(source)
 
@@ -552,6 +561,12 @@ def _unpack(message, like):
 
 def _piece(x, i, length, axis=1):
     return x if length == x.shape[axis] else lax.dynamic_slice_in_dim(x, i * length, length, axis)
+
+
+def _range(x, place, axis=1):
+    """Rows `[start, start + size)`, whose start may be traced."""
+    start, size = place
+    return x if size == x.shape[axis] else lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
 def _put_piece(x, i, piece):

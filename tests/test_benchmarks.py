@@ -3,12 +3,13 @@
 import argparse
 import dataclasses
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import attention, cases, gpu, providers, record, run, shapes, tables, tune
+from benchmarks import attention, cases, gpu, providers, record, run, shapes, tables, training, tune
 
 
 @pytest.mark.parametrize(
@@ -274,3 +275,14 @@ def test_flex_runs_on_cases_of_ours_and_a_missing_torch_stops_nothing(capsys):
     assert attention.flex_times(cases.GRID[1:2], "fwd") == {}
     assert gpu.attempt("flex", lambda: 1 / 0) is None
     assert "flex failed: ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_training_stops_where_the_first_losses_part(monkeypatch):
+    """Both models are trained in turn; a later loss may differ, one of the first may not."""
+    losses = {"jattn": [6.0, 5.0] + [4.0] * 10, "jax.nn xla": [6.0, 5.0] + [4.0] * 9 + [1.0]}
+    monkeypatch.setattr(training, "_trained", lambda demo, name, *_: (losses[name], {"implementation": name}))
+    arguments = types.SimpleNamespace(only="")
+    assert [row["implementation"] for row in training.training(arguments)] == list(losses)
+    losses["jax.nn xla"][3] = 4.1
+    with pytest.raises(SystemExit, match=r"jax.nn xla: a loss of the first 10 steps differs by 2.5e-02"):
+        list(training.training(arguments))

@@ -145,6 +145,12 @@ def test_chunks_of_a_prompt_are_the_prompt(S):
     hold(whole, problem(q, k, v, [S]))
 
 
+def test_a_chain_is_causal_bit_for_bit():
+    q, k, v = draw(4, 5, 1100, 8, 2, 128, dtype="bfloat16")
+    cache = caches.paged(k, v, LENGTHS)
+    equal(attend_pages(q, cache, mask=masks.tree(np.arange(-1, 4))), attend_pages(q, cache))
+
+
 def test_wild_lengths_offsets_and_ids_read_nothing_outside():
     q, k, v = draw(4, 2, 320, 4, 2, 64, dtype="bfloat16")
     cache = caches.paged(np.nan_to_num(k), np.nan_to_num(v), [320] * 4, extra=0)

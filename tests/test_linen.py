@@ -141,6 +141,11 @@ def test_options_of_the_projections():
     options = dict(normalize_qk=True, qkv_dot_general=dot, out_dot_general_cls=lambda: dot)
     agree(OURS.clone(**options), THEIRS.clone(**options), params, tokens())
     assert len(count) == 3 * 4  # ours, Flax's, and that in float64
+    for name, calls in {"qkv_dot_general": 3, "out_dot_general": 1}.items():
+        for options in ({name: dot}, {f"{name}_cls": lambda: dot}):
+            count.clear()
+            jax.eval_shape(OURS.clone(**options).apply, {"params": params}, tokens())
+            assert len(count) == calls
 
 
 def test_keys_and_values_of_other_inputs():

@@ -133,3 +133,19 @@ def test_the_scaling_suite_times_three_of_each_length(monkeypatch):
     names = ["kda", "gated_delta_rule", "attention"]
     assert [(row["pass"], row["implementation"]) for row in rows] == [(of, x) for of in plots.PASSES for x in names]
     assert all(row["length"] == 32 and row["ms"] > 0 for row in rows)
+
+
+def test_a_suite_with_rows_gets_its_section(tmp_path, monkeypatch, report):
+    for path in record.RESULTS.glob("*.csv"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    for name, (_, columns) in tables.SECTIONS.items():
+        (tmp_path / f"{name.split()[0]}.csv").unlink(missing_ok=True)
+        row = {"date": "2000-01-01", "device": "a GPU", "jax": "0", "pass": "", "implementation": "x"}
+        record.append(
+            tmp_path / f"{name.split()[0]}.csv", [row | dict.fromkeys(columns, "1") | {"shape": f"of {name}"}]
+        )
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    page, _ = tables.report(report[0])
+    for name, (title, columns) in tables.SECTIONS.items():
+        assert f"<!-- {name} -->\n## {title}\n" in page and f"| of {name} |{' 1 |' * (len(columns) - 1)}\n" in page
+    assert tables.report(page)[0] == page

@@ -49,7 +49,7 @@ def test_the_support_table_has_the_reasons(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/contract.md"])
+@pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", "docs/contract.md"])
 def test_links_lead_somewhere(path):
     links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / path).read_text())
     assert links

@@ -1,7 +1,7 @@
 """Layers of `jattn.nnx` as Linen modules: the nnx layer does the work, its variables are Linen's.
 
-It is not Flax's `nnx.bridge.ToLinen`, which draws all parameters anew at each call, keeps those that `apply` was not
-given, and knows no cache that is made after the layer.
+It is not Flax's `nnx.bridge.ToLinen`, which draws all parameters at each call, goes on with the drawn ones where
+`apply` was given none, and knows no cache that is made after the layer.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Bridge(nn.Module):
         """The nnx layer called with Linen's variables, and a cache written back; from a compact method."""
         if inputs.ndim < 2:
             raise ValueError(f"inputs have shape {inputs.shape}; expected [*B, T, features]")
-        layer = nnx.eval_shape(lambda: self._made(inputs.shape, nnx.Rngs(0)))
+        layer = nnx.eval_shape(lambda: self._init_cache(self._made(inputs.shape, nnx.Rngs(0)), inputs.shape))
         self._draw_absent(layer, inputs.shape)
         cache, fresh = self._cache(layer, inputs.shape) if self.decode else ({}, True)
         layer = self._filled(layer, {name: variable.value for name, variable in cache.items()})
@@ -37,18 +37,17 @@ class Bridge(nn.Module):
         return out
 
     def _made(self, shape, rngs):
-        """The nnx layer, with an empty cache if it is to decode."""
         fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
         for name in ("parent", "name", *self.cache_fields):
             del fields[name]
         fields |= {name: _boxing(x) for name, x in fields.items() if name.endswith("_init") and x is not None}
-        layer = self.layer(in_features=shape[-1], rngs=rngs, **fields, **self.fixed)
-        if self.decode:
-            self._init_cache(layer, shape)
-        return layer
+        return self.layer(in_features=shape[-1], rngs=rngs, **fields, **self.fixed)
 
     def _init_cache(self, layer, shape):
-        layer.init_cache(shape, **{name: getattr(self, name) for name in self.cache_fields})
+        """The layer, with an empty cache if it is to decode."""
+        if self.decode:
+            layer.init_cache(shape, **{name: getattr(self, name) for name in self.cache_fields})
+        return layer
 
     def _draw_absent(self, layer, shape):
         """Linen's parameters that are not there, all from one key."""

@@ -36,7 +36,6 @@ from jattn.pallas.hopper.decode_combine import combine
 from jattn.pallas.hopper.decode_plan import (
     BLOCK,
     FIELDS,
-    LOG2E,
     STREAMS,
     Inputs,
     Item,
@@ -295,7 +294,7 @@ def _write(x, item, m, total, accumulators):
     total = total.sum(axis=1)
     seen = total > 0
     inverse = jnp.where(seen, 1 / total, 0.0)
-    lse = jnp.where(seen, m * (1 / LOG2E) + jnp.log(total), -jnp.inf)
+    lse = softmax.log_sum(m, total)
     start = item.split, item.row, item.head
     rows = jnp.minimum((item.queries if p.merged else p.T) - item.token, p.tokens) * p.group
     for part, (first, _) in zip(accumulators, p.strips, strict=True):

@@ -399,6 +399,11 @@ def ex2(x):
     return _instruction("ex2.approx.ftz.f32 $0, $1;", x)
 
 
+def lg2(x):
+    """`lg2.approx.ftz.f32`: the logarithm to base two, absolute error 2^-22 near 1, else relative error 2^-22."""
+    return _instruction("lg2.approx.ftz.f32 $0, $1;", x)
+
+
 def fma(a, b, c):
     """`fma.rn.ftz.f32`: a·b + c, rounded once."""
     return _instruction("fma.rn.ftz.f32 $0, $1, $2, $3;", a, b, c)

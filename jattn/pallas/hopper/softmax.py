@@ -4,6 +4,8 @@ State per query row: `m`, the reference of the exponentials in log2 units (−in
 the ROW layout; `total`, the sum of weights in 8 partial sums, `[64, 8]`, which are added up once, at the end.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -11,6 +13,7 @@ from jax import lax
 from jattn.pallas._compat import arith, interpreting, ir, plgpu, scf
 from jattn.pallas.hopper import ptx
 
+LN2 = math.log(2)
 LAZY_THRESHOLD = 8.0  # in log2 units: weights stay below 2^8 of the row's reference
 
 
@@ -116,6 +119,27 @@ def online_softmax(s, m, total, factor: float, *, may_be_empty: bool, lazy: bool
         return (*results, ptx.scalar_array(signal)) if signal_after else results
 
     return step(s, m, total)
+
+
+def log_sum(m: jax.Array, total: jax.Array) -> jax.Array:
+    """Natural log of the sum of the weights `2^m · total`, `[64]` each in the ROW layout; −inf where total is 0.
+
+    One instruction for one operation: what the compiler contracts depends on the code around it, and would show in the
+    last bit of equal calls in different programs.
+    """
+    if interpreting():
+        return jnp.where(total > 0, (m + jnp.log2(total)) * LN2, -jnp.inf)
+
+    @plgpu.inline_mgpu(arg_types=(ptx.ROW, ptx.ROW), return_type=ptx.row_type())
+    def compute(_, m, total):
+        results = []
+        for top, x in zip(ptx.scalars(m), ptx.scalars(total), strict=True):
+            log = ptx.mul(ptx.add(top, ptx.lg2(x)), ptx.constant(LN2))
+            empty = arith.cmpf(arith.CmpFPredicate.OLE, x, ptx.constant(0.0))
+            results.append(arith.select(empty, ptx.constant(-jnp.inf), log))
+        return ptx.rows_from_scalars(results, m)
+
+    return compute(m, total)
 
 
 def _row_maximum(values: list):
