@@ -81,7 +81,8 @@ class Data:
 def data(case, dtype):
     keys = jax.random.split(jax.random.key(0), 3)
     query = jax.random.normal(keys[0], (case.B, 1, case.N, case.H), jnp.float32).astype(dtype)
-    key, value = (_numbers(key, case, dtype) for key in keys[1:])
+    dense = dataclasses.replace(case, page=None, tokens="equal")  # one program for every page size and length
+    key, value = (_numbers(key, dense, dtype) for key in keys[1:])
     lengths = jnp.asarray(case.lengths)
     if case.page is None:
         return Data(query, key, value, lengths, None)
@@ -107,7 +108,8 @@ def _paged(x, order, page):
 def disagreement(case, found, out):
     """The largest max|out - y| / max|y| over some sequences, y dense and in float32; the shortest is among them."""
     chosen = {int(case.lengths.argmin()), *np.linspace(0, case.B - 1, _CHECKED).astype(int).tolist()}
-    return np.max([_apart(found, out, b) for b in sorted(chosen)])  # NaN if one is
+    dense = dataclasses.replace(found, cache=None)
+    return np.max([_apart(dense, out, b) for b in sorted(chosen)])  # NaN if one is
 
 
 @jax.jit
@@ -130,6 +132,13 @@ def _dense(found, b):
         return jnp.einsum("kgs,skh->kgh", weights, value).reshape(-1, value.shape[2])
 
 
+def parts(name):
+    """("B64 S8192 N32/8 H128", page size or None) of a case's name."""
+    words = name.split()
+    page = next((int(word[1:]) for word in words[4:] if word[0] == "p"), None)
+    return " ".join(words[:4]), page
+
+
 def _with_features(case):
     return [*case.varied(tokens=TOKENS), *case.varied(stored=STORED)]
 
@@ -138,18 +147,26 @@ def _with_dtypes(case):
     return [case, *case.varied(stored=STORED)]
 
 
-_FIRST, *_OTHERS = [Case(64, 8192, 32, 8, 128), Case(8, 8192, 32, 8, 128), Case(1, 131072, 32, 8, 128),
-                    Case(128, 1024, 64, 8, 128)]  # fmt: skip
+_SHAPES = [Case(64, 8192, 32, 8, 128), Case(8, 8192, 32, 8, 128), Case(1, 131072, 32, 8, 128),
+           Case(128, 1024, 64, 8, 128)]  # fmt: skip
 _ALONE = [Case(1, 8192, 32, 8, 128), Case(1, 128, 32, 8, 128)]  # for the latency: one sequence, and one page or less
+_UNIFORM = _SHAPES[0].varied(tokens=("uniform",))
+_QUANTISED = [x for case in _SHAPES for x in case.varied(stored=STORED)]
 _TABLES = {
-    "targets": [*_with_features(_FIRST), *(x for case in _OTHERS for x in _with_dtypes(case)), *_ALONE],
-    "sweep": [x for B in (1, 4, 16, 64, 256) for tokens in Case(B, 8192, 32, 8, 128).varied(tokens=TOKENS)
-              for x in _with_dtypes(tokens)],
+    "targets": [*_SHAPES, *_QUANTISED, *_UNIFORM, *_ALONE],
+    "sweep": [*(x for B in (1, 4, 16, 64, 256) for tokens in Case(B, 8192, 32, 8, 128).varied(tokens=TOKENS)
+                for x in _with_dtypes(tokens)), *(x for case in _SHAPES[1:] for x in _with_dtypes(case)), _ALONE[1]],
     "small": [*_with_features(Case(4, 512, 8, 2, 64)), Case(1, 2048, 8, 2, 64)],
 }  # fmt: skip
+# Every page size where that is what is asked, else one: a program takes seconds to compile, and each size has its own.
+_PAGED_TARGETS = [x for case in _SHAPES for x in case.varied(page=PAGES)] + [
+    dataclasses.replace(x, page=64) for x in (*_SHAPES[0].varied(stored=STORED), *_UNIFORM, *_ALONE)
+]
 
 
 def table(suite, name):
     """The cases of "decode" or "paged"; "small" are for a CPU."""
+    if (suite, name) == ("paged", "targets"):
+        return _PAGED_TARGETS
     pages = (None,) if suite == "decode" else PAGES
     return [x for case in _TABLES[name] for x in case.varied(page=pages)]

@@ -37,13 +37,17 @@ def _suite(suite, arguments):
     start, on_gpu = time.perf_counter(), jax.default_backend() == "gpu"
     dtype = "bfloat16" if on_gpu else "float32"
     wanted = selected(caches.table(suite, arguments.table if on_gpu else "small"), arguments)
+    known = [*(f"jattn {name}" for name in _dispatch.names(wanted[0].op)), *PEERS]
+    if unknown := sorted(set(arguments.providers or ()) - set(known)):
+        raise SystemExit(f"--providers: nobody is called {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
+    programs = {}
     ceiling = read_rate(on_gpu)
     print(f"a plain read: {ceiling / 1e9:.0f} GB/s", flush=True)
     for done, case in enumerate(wanted):
         if time.perf_counter() - start > arguments.budget:
             print(f"stopped after {arguments.budget:.0f} s; not measured: {'; '.join(map(str, wanted[done:]))}")
             return
-        times, counts = case_times(case, dtype, arguments, on_gpu)
+        times, counts = case_times(case, dtype, arguments, on_gpu, programs)
         yield from rows(case, dtype, times, counts, ceiling)
 
 
@@ -63,15 +67,15 @@ def measured(functions, repeats, on_gpu):
     return {name: gpu.Time(*[1e3 * seconds] * 3) for name, seconds in taken.items()}
 
 
-def case_times(case, dtype, arguments, on_gpu):
+def case_times(case, dtype, arguments, on_gpu, programs):
     """(name -> Time, name -> kernels in a call) of those who agree. Of jattn also what the case is compared with, in
     the same run: "NAME, plain" over a cache that is not quantised, "NAME, equal" with equally long sequences."""
-    functions = agreeing(case, dtype, arguments.providers, on_gpu)
+    functions = agreeing(case, dtype, arguments.providers, on_gpu, programs)
     ours = [name for name in functions if name.startswith("jattn ")]
     timed = dict(functions)
     for what, change in (("plain", dict(stored="")), ("equal", dict(tokens="equal"))):
         other = dataclasses.replace(case, **change)
-        found = agreeing(other, dtype, ours, on_gpu) if other != case and ours else {}
+        found = agreeing(other, dtype, ours, on_gpu, programs) if other != case and ours else {}
         timed |= {f"{name}, {what}": call for name, call in found.items()}
     counts = {name: gpu.attempt(name, functools.partial(launches, *call)) for name, call in functions.items() if on_gpu}
     return measured(timed, arguments.repeats, on_gpu), counts
@@ -82,13 +86,16 @@ def launches(function, inputs):
     return len(gpu.launches(function, inputs, 1)[0])
 
 
-def agreeing(case, dtype, asked, on_gpu):
+def agreeing(case, dtype, asked, on_gpu, programs=None):
     """name -> (compiled function, its inputs), called once, of those `asked` for (None is everybody). What differs is
-    left out with a line; of jattn it stops the run."""
-    data = caches.data(case, dtype)
+    left out with a line; of jattn it stops the run. `programs` has those compiled for earlier cases, and gets others.
+    """
+    data, programs = caches.data(case, dtype), {} if programs is None else programs
     calls = builders(case, data, on_gpu)
     ready = {
-        name: call for name, build in calls.items() if asked is None or name in asked if (call := _ready(name, build))
+        name: call
+        for name, build in calls.items()
+        if (asked is None or name in asked) and (call := _ready(name, build, case, programs))
     }
     found = {}
     for name, (function, inputs, out) in ready.items():
@@ -102,14 +109,18 @@ def agreeing(case, dtype, asked, on_gpu):
     return found
 
 
-def _ready(name, build):
+def _ready(name, build, case, programs):
     """(compiled function, its inputs, its first result), or None after a line with the reason."""
     try:
         function, inputs = build()
     except Refused as reason:
         print(f"  {name} {reason}", flush=True)
         return None
-    compiled = gpu.compiled({name: jax.jit(function)}, inputs).get(name)
+    # Lengths are an input of jattn's; to a peer they are constants.
+    shapes = tuple((x.shape, x.dtype.name) for x in jax.tree.leaves(inputs))
+    known = name, "" if name.startswith("jattn ") else case.tokens, jax.tree.structure(inputs), shapes
+    compiled = programs.get(known) or gpu.compiled({name: jax.jit(function)}, inputs).get(name)
+    programs |= {known: compiled} if compiled else {}
     out = compiled and gpu.attempt(name, lambda: jax.block_until_ready(compiled(*inputs)))
     return None if out is None else (compiled, inputs, out)
 
@@ -177,6 +188,7 @@ def triton(case, data):
 
 
 PEERS = {"cudnn": cudnn, "fa3": fa3, "tokamax": tokamax, "triton": triton, "jax.nn": jax_nn}
+CONTIGUOUS = ("cudnn", "fa3", "tokamax", "jax.nn")  # have no pages: read a contiguous cache in their place
 
 
 def rows(case, dtype, times, counts, ceiling):

@@ -1,10 +1,11 @@
 """The figures of docs/performance.md: recorded rows -> SVG text. `python -m benchmarks.tables` writes them."""
 
-from benchmarks import cases, svg
+from benchmarks import caches, cases, svg
 
 PEERS = {"fa3": "FlashAttention-3", "cudnn": "cuDNN", "tokamax": "tokamax", "jla": "jla", "xla": "jax.nn (XLA)"}
 PASSES = {"fwd": "forward", "fwd+bwd": "forward and backward"}
-PAGED = "jattn page of "
+KERNEL = "jattn mosaic"  # over caches
+DECODE = "![bandwidth of decoding against the page size](performance_decode.svg)"
 
 
 def caption(rows, *lines):
@@ -90,17 +91,34 @@ def memory(rows):
 
 
 def decode(rows):
-    """Bandwidth of decoding against the page size, a panel a shape."""
-    sizes = sorted({int(row["call"].removeprefix(PAGED)) for row in rows if row["call"].startswith(PAGED)})
-    calls = [*(f"{PAGED}{size}" for size in sizes), "jattn contiguous"]
-    ticks, panels = dict(enumerate([*map(str, sizes), "no pages"])), []
-    for shape in dict.fromkeys(row["shape"] for row in rows):
-        mine = {row["call"]: float(row["tb_per_s"]) for row in rows if row["shape"] == shape}
-        points = [(i, mine[call]) for i, call in enumerate(calls) if call in mine]
-        peer = {1: [(len(sizes), mine["cudnn contiguous"])]} if "cudnn contiguous" in mine else {}
-        panels.append(svg.lines(shape, "page size (tokens)", "TB/s", {0: points} | peer, ticks, (False, False), high=5))
-    told = caption(rows, "One new token a sequence, bfloat16; bytes of all keys and values over kernel times.")
-    return svg.figure("Decoding: bandwidth against the page size", told, ["jattn", "cuDNN"], panels, 3, 220)
+    """Bandwidth of decoding against the page size, a panel a shape, a curve a dtype of the cache."""
+    sizes = sorted({page for row in rows if (page := caches.parts(row["shape"])[1])})
+    ticks = dict(enumerate([*map(str, sizes), "no pages"]))
+    names, peer = ["jattn", *(f"jattn, {x}" for x in caches.STORED), "cuDNN"], len(caches.STORED) + 1
+    wanted = dict.fromkeys(caches.parts(str(case))[0] for case in caches.table("decode", "targets"))
+    found, used = {}, []
+    for row in rows:
+        base, page = caches.parts(row["shape"])
+        if (row["implementation"], page) == ("cudnn", None):
+            curve = peer
+        elif row["implementation"] == KERNEL:
+            curve = [*caches.STORED].index(row["cache"]) + 1 if row["cache"] in caches.STORED else 0
+        else:
+            continue
+        if base in wanted and row["tokens"] == "equal":
+            point = sizes.index(page) if page else len(sizes), float(row["gbytes_per_s"]) / 1e3
+            found.setdefault(base, {}).setdefault(curve, []).append(point)
+            used.append(row)
+    panels = [
+        svg.lines(
+            base, "page size (tokens)", "TB/s", {i: sorted(x) for i, x in found[base].items()}, ticks, (False, False),
+            high=5,
+        )
+        for base in wanted
+        if base in found
+    ]  # fmt: skip
+    told = caption(used, "One new token a sequence; bytes of all keys, values and scales over kernel times.")
+    return svg.figure("Decoding: bandwidth against the page size", told, names, panels, 3, 220)
 
 
 def linear(rows):

@@ -1,12 +1,15 @@
 """Rewrites the measured tables of docs/performance.md, and its figures beside it, from the CSV files in results/:
 `python -m benchmarks.tables`.
 
-A table stands between `<!-- NAME -->` and `<!-- end NAME -->`; one that is not there yet is put at the end.
+A table stands between `<!-- NAME -->` and `<!-- end NAME -->`; one that is not there yet is put at the end. A suite
+without a CSV file leaves nothing between them.
 """
 
+import argparse
 import pathlib
+import re
 
-from benchmarks import cases, plots, record
+from benchmarks import caches, cases, decode, plots, record
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "performance.md"
 PEERS = ("fa3", "cudnn", "tokamax", "jla", "xla")
@@ -37,27 +40,23 @@ FLEX_GOALS = {
 }
 # Relative to cuDNN on contiguous caches: contiguous, and in pages.
 DECODE_GOALS = {
-    "B64 S8192 32/8 H128": (1.03, 1.08),
-    "B8 S8192 32/8 H128": (1.00, 1.05),
-    "B128 S1024 64/8 H128": (1.00, 1.05),
+    "B64 S8192 N32/8 H128": (1.03, 1.08),
+    "B8 S8192 N32/8 H128": (1.00, 1.05),
+    "B1 S131072 N32/8 H128": (1.00, 1.05),
+    "B128 S1024 N64/8 H128": (1.00, 1.05),
+}
+QUANTISED_GOAL = 0.56  # of the time over the same cache in bfloat16
+LENGTHS_GOAL = 90  # % of the bandwidth over equal lengths, where they are uniform in 1 to S
+LAUNCHES = 2  # of a call
+CACHE_PEERS = {name.replace(".", "_"): plots.PEERS.get(name, name) for name in decode.PEERS} | {
+    "triton": "jax's Triton kernel"
 }
 # Suites with a section of their own at the end of the page, once they have rows: title, column -> heading.
-_CACHES = {
-    "shape": "shape", "implementation": "call", "us": "µs", "gbytes_per_s": "GB/s", "percent_of_read": "% of a read",
-    "times_cudnn": "× cuDNN", "times_unquantised": "× unquantised", "percent_of_equal": "% of equal lengths",
-}  # fmt: skip
 SECTIONS = {
-    "training": ("Training a model", {
-        "shape": "model", "implementation": "attention", "tokens_per_s": "tokens/s", "ms": "ms a step",
-        "attention_percent": "attention, % of kernels", "peak_gib": "peak GiB",
-        "losses_1_2_5_10": "losses of steps 1, 2, 5, 10", "mean_of_the_last_20": "mean loss of the last 20",
-    }),
     "linear": ("Linear attention", {
         "shape": "shape", "pass": "pass", "implementation": "", "ms": "ms", "percent_of_plan": "% of the plan's limit",
         "percent_of_fused": "% of one kernel's limit", "times_jla": "× jla",
     }),
-    "decode suite": ("Decoding over contiguous caches", _CACHES),
-    "paged suite": ("Decoding over pages", _CACHES),
 }  # fmt: skip
 SHARE_GOAL = 90  # % of ideal, sequence parallelism
 SAME = 0.05  # cards, and runs on one, differ by less
@@ -160,28 +159,165 @@ def tables(rows):
     return {name: [note, "", *lines] for name, lines in found.items() if len(lines) >= fewest[name.split()[0]]}
 
 
-def latest_calls(rows):
-    """The last row of each shape and call of `h200_decode.csv`."""
-    return list({(row["shape"], row["call"]): row for row in on_last_device(rows)}.values())
+def cache_rows(suite):
+    """The latest rows of "decode" or "paged"; before that suite has a file, what another program measured."""
+    if (path := record.RESULTS / f"{suite}.csv").exists():
+        return record.latest(on_last_device(record.load(path)))
+    path = record.RESULTS / "h200_decode.csv"
+    rows = [_as_of_suites(row) for row in record.load(path) if "splits" not in row["call"]] if path.exists() else []
+    return [row for row in rows if (caches.parts(row["shape"])[1] is None) == (suite == "decode")]
 
 
-def decode_table(rows):
+def _as_of_suites(row):
+    """A row of h200_decode.csv with the columns of `./run bench decode`."""
+    name, _, size = row["call"].replace("contiguous", "").strip().partition(" page of ")
+    shape = re.sub(r" (\d+/)", r" N\1", row["shape"].replace("uniform lengths", "S8192 32/8 H128"))
+    tokens = "uniform" if "uniform" in row["shape"] else "equal"
+    words = [shape, f"p{size}" * bool(size), tokens * (tokens != "equal")]
+    return dict.fromkeys(("launches", "percent_of_read", "times_unquantised", "percent_of_equal"), "") | {
+        "date": row["date"], "device": row["device"], "jax": row["jax"], "tokens": tokens, "cache": "bfloat16",
+        "shape": " ".join(filter(None, words)), "implementation": plots.KERNEL if name == "jattn" else name,
+        "us": f"{1e3 * float(row['ms']):.1f}", "gbytes_per_s": f"{1e3 * float(row['tb_per_s']):.0f}",
+        "times_cudnn": row["times_cudnn"],
+    }  # fmt: skip
+
+
+def cache_goal(row):
+    """(the goal as text, whether it is met) of a row over caches; None where there is none."""
+    base, page = caches.parts(row["shape"])
+    if row["implementation"] == plots.KERNEL and row["cache"] in caches.STORED and row["tokens"] == "equal":
+        text, found, wanted = f"≤ {QUANTISED_GOAL} × bfloat16", row["times_unquantised"], QUANTISED_GOAL
+    elif row["implementation"] == plots.KERNEL and row["tokens"] == "uniform":
+        text, found, wanted = f"≥ {LENGTHS_GOAL}% of equal", row["percent_of_equal"], LENGTHS_GOAL
+        return text, verdict(-wanted, -float(found) if found else None)
+    elif row["implementation"] == plots.KERNEL and row["tokens"] == "equal" and base in DECODE_GOALS:
+        wanted, found = DECODE_GOALS[base][page is not None], row["times_cudnn"]
+        text = f"≤ {wanted:.2f} × cuDNN"
+    else:
+        return None
+    return text, verdict(wanted, float(found) if found else None)
+
+
+def cache_table(rows):
+    """Lines of "decode" or "paged": the table, and what it says of goals, launches and latency."""
+    if not rows:
+        return []
+    last = rows[-1]
+    full = [100 * float(row["gbytes_per_s"]) / float(row["percent_of_read"]) for row in rows if row["percent_of_read"]]
+    read = f"; a plain read reaches {max(full) / 1e3:.2f} TB/s" if full else ""
     lines = [
-        f"Measured on {rows[-1]['device']}, jax {rows[-1]['jax']}, {rows[-1]['date']}.",
+        f"Measured on {last['device']}, jax {last['jax']}, {last['date']}{read}; × is a call's time over the other's.",
         "",
-        "| shape | call | ms | of these the merge | TB/s | × cuDNN | goal | |",
-        "|---|---|---|---|---|---|---|---|",
+        "| shape | call | µs | launches | TB/s | % of a read | × cuDNN | × bfloat16 | % of equal lengths | goal | |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in latest_calls(rows):
-        found = float(row["times_cudnn"]) if row["times_cudnn"] else None
-        wanted = None
-        if row["call"] == "jattn contiguous" or row["call"].startswith("jattn page"):
-            wanted = DECODE_GOALS.get(row["shape"], (None, None))["page" in row["call"]]
-        goal = "–" if wanted is None else f"≤ {wanted:.2f}"
-        merge = number(float(row["merge_ms"]), 4) if row["merge_ms"] else "–"
-        measured = f"{float(row['ms']):.4f} | {merge} | {float(row['tb_per_s']):.2f} | {number(found)}"
-        lines.append(f"| {row['shape']} | {row['call']} | {measured} | {goal} | {verdict(wanted, found)} |")
+    goals = []
+    for row in rows:
+        if caches.parts(row["shape"])[1] and row["implementation"] in decode.CONTIGUOUS:
+            continue  # those of contiguous caches have a table of their own
+        text, held = cache_goal(row) or ("–", "–")
+        goals += [held] if held != "–" else []
+        columns = "launches", "percent_of_read", "times_cudnn", "times_unquantised", "percent_of_equal"
+        launches, share, *relative, equal = (row[name] for name in columns)
+        relative = " | ".join(number(float(x) if x else None) for x in relative)
+        measured = (
+            f"{float(row['us']):.1f} | {launches or '–'} | {float(row['gbytes_per_s']) / 1e3:.2f} | {share or '–'}"
+        )
+        lines.append(
+            f"| {row['shape']} | {row['implementation']} | {measured} | {relative} | {equal or '–'} | {text} | {held} |"
+        )
+    told = [f"Goals met: {goals.count('met')} of {len(goals)}."] if goals else []
+    return [*lines, "", " ".join([*told, *_launches(rows), *_latencies(rows)])]
+
+
+def _launches(rows):
+    counted = [row for row in rows if row["implementation"] == plots.KERNEL and row["launches"]]
+    more = [f"{row['shape']} ({row['launches']})" for row in counted if int(row["launches"]) > LAUNCHES]
+    told = f"Of {len(counted)} calls of jattn, {len(more) or 'none'} launch{'es' * (len(more) < 2)} more than"
+    return [f"{told} {LAUNCHES} kernels{': ' * bool(more)}{'; '.join(more)}."] if counted else []
+
+
+def _latencies(rows):
+    """A sentence: the time of one sequence alone."""
+    peer = {row["shape"]: float(row["us"]) for row in rows if row["implementation"] == "cudnn"}
+    found = [
+        f"{row['shape'].partition(' ')[2]} {float(row['us']):.1f} µs"
+        + (f" (cuDNN {peer[row['shape']]:.1f})" if row["shape"] in peer else "")
+        for row in rows
+        if row["implementation"] == plots.KERNEL and row["shape"].startswith("B1 ")
+    ]
+    return [f"One sequence alone: {'; '.join(found)}."] if found else []
+
+
+def first_row(rows):
+    """A sentence on the parts of forward and backward in the first row of the table."""
+    shape = str(cases.GRID[0])
+    mine = {row["pass"]: row for row in merged(rows) if row["shape"] == shape}
+    peer = [r for r in rows if (r["shape"], r["pass"], r["implementation"]) == (shape, "fwd+bwd", "fa3")]
+    if set(mine) != {"fwd", "fwd+bwd"}:
+        return []
+    whole, backward, forward = (
+        float(x) for x in (mine["fwd+bwd"]["ms"], mine["fwd+bwd"]["longest_ms"], mine["fwd"]["ms"])
+    )
+    other = f" (FlashAttention-3's {float(peer[-1]['longest_ms']):.2f} of {float(peer[-1]['ms']):.3f})" if peer else ""
+    return [
+        f"Of the {whole:.3f} ms of the first row the backward kernel takes {backward:.2f}{other}, the forward "
+        f"{forward:.2f}, and what comes before and after the backward kernel (delta, zeros for dq, its conversion) "
+        f"{whole - backward - forward:.2f}."
+    ]
+
+
+def training_section(rows):
+    """Lines of "training": each model with jattn's attention beside the other's, and what attention's share says."""
+    if not rows:
+        return []
+    last, rows = rows[-1], record.latest(on_last_device(rows))
+    names = {
+        "shape": "model", "implementation": "attention", "tokens_per_s": "tokens/s", "ms": "ms a step",
+        "kernel_ms": "kernels, ms", "attention_ms": "attention's, ms", "attention_percent": "attention, % of kernels",
+        "peak_gib": "peak GiB", "losses_1_2_5_10": "losses of steps 1, 2, 5, 10",
+        "mean_of_the_last_20": "mean loss of the last 20",
+    }  # fmt: skip
+    lines = [
+        "## Training a model",
+        "",
+        f"`./run bench training`, measured on {last['device']}, jax {last['jax']}, {last['date']}; "
+        f"{last['million_parameters']} million parameters, {last['steps']} steps, bfloat16 products over float32 "
+        "parameters, AdamW. Packed documents and windows: to `jax.nn` one dense mask a layer, in which nothing can be "
+        "skipped. Memory is that of the compiled step.",
+        "",
+        f"| {' | '.join(names.values())} |",
+        "|---" * len(names) + "|",
+    ]
+    for row in rows:
+        cells = row | {"tokens_per_s": f"{int(row['tokens_per_s']):,}"}
+        lines.append(f"| {' | '.join(cells[name] or '–' for name in names)} |")
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        mine, *others = sorted((r for r in rows if r["shape"] == shape), key=lambda r: r["implementation"] != "jattn")
+        for other in others if mine["implementation"] == "jattn" else ():
+            lines += ["", _amdahl(mine, other)]
     return lines
+
+
+def _amdahl(mine, other):
+    """What attention's share of the kernels lets a step gain, what it gained, and how far the losses part."""
+    gained, apart = float(other["ms"]) / float(mine["ms"]), _apart(mine, other)
+    told = f"With jattn's attention the step is {gained:.2f} times as fast"
+    if mine["attention_ms"] and other["attention_ms"]:
+        kernels, theirs, ours = (float(x) for x in (other["kernel_ms"], other["attention_ms"], mine["attention_ms"]))
+        share = theirs / kernels
+        told = (
+            f"With {other['implementation']} attention takes {100 * share:.1f}% of the kernels' time. By Amdahl's law "
+            f"a step that got it for nothing would be {1 / (1 - share):.2f} times as fast, and one in which it is "
+            f"{theirs / ours:.2f} times as fast, as jattn's is, {1 / (1 - share + ours / kernels):.2f} times. "
+            f"The step is {gained:.2f} times as fast"
+        )
+    return f"{told}. The losses of steps 1, 2, 5 and 10 differ by at most {apart:.1g} of their size."
+
+
+def _apart(mine, other):
+    pairs = zip(mine["losses_1_2_5_10"].split(), other["losses_1_2_5_10"].split(), strict=True)
+    return max(abs(float(x) / float(y) - 1) for x, y in pairs)
 
 
 def ordered_table(rows):
@@ -218,7 +354,7 @@ def section(name, rows):
     return [
         f"## {title}",
         "",
-        f"`./run bench {name.split()[0]}`, measured on {last['device']}, jax {last['jax']}, {last['date']}.",
+        f"`./run bench {name}`, measured on {last['device']}, jax {last['jax']}, {last['date']}.",
         "",
         f"| {' | '.join(columns.values())} |",
         "|---" * len(columns) + "|",
@@ -250,17 +386,19 @@ def sequence_table(rows):
     return lines
 
 
-def losses(attention, decode, sequence):
+def losses(attention, over_caches, sequence):
     """Lines: every measured call in which a peer was faster, worst first, and strategies that miss their share."""
     compared = [(row["shape"], row["pass"], peer, ratio(row, peer)) for row in attention for peer in (*PEERS, "flex")]
     compared += [
-        (row["shape"], row["call"].removeprefix("jattn "), "cudnn", float(row["times_cudnn"]))
-        for row in latest_calls(decode)
-        if row["call"].startswith("jattn") and "splits" not in row["call"] and row["times_cudnn"]
+        (row["shape"], "pages" if caches.parts(row["shape"])[1] else "contiguous", peer, float(x))
+        for row in over_caches
+        if row["implementation"] == plots.KERNEL
+        for peer in CACHE_PEERS
+        if (x := row.get(f"times_{peer}"))
     ]
     compared = [found for found in compared if found[-1] is not None]
     lost = sorted((found for found in compared if found[-1] > 1), key=lambda found: -found[-1])
-    names = plots.PEERS | {"flex": "FlexAttention"}
+    names = CACHE_PEERS | plots.PEERS | {"flex": "FlexAttention"}
     lines = [
         f"Slower than a peer in {len(lost)} of {len(compared)} comparisons, worst first:",
         "",
@@ -292,36 +430,44 @@ def replaced(page, name, lines):
 
 def report(page):
     """(the page with its tables, file name -> figure), as the CSV files give them."""
-    names = "attention", "h200_decode", "h200_ordered_sums", "sequence", "cpu", "memory", "scaling"
-    attention, decode, ordered, sequence, cpu, memory, scaling = (
-        record.load(record.RESULTS / f"{name}.csv") for name in names
-    )
+    names = "attention", "h200_ordered_sums", "sequence", "cpu", "memory", "scaling"
+    attention, ordered, sequence, cpu, memory, scaling = (record.load(record.RESULTS / f"{x}.csv") for x in names)
     mine, sequence = merged(attention), sequence_rows(sequence)
+    contiguous, paged = cache_rows("decode"), cache_rows("paged")
+    over_caches = contiguous + paged
     found = tables(attention) | {
-        "losses": losses(mine, decode, sequence),
-        "decode": decode_table(decode),
+        "losses": losses(mine, over_caches, sequence),
+        "first row": first_row(attention),
+        "decode": cache_table(contiguous),
+        "paged": cache_table(paged),
+        "decode figure": [plots.DECODE] if over_caches else [],
         "ordered sums": ordered_table(ordered),
         "sequence": sequence_table(sequence),
+        "training": training_section(_recorded("training")),
         "cpu": cpu_table(cpu),
     }
-    for name in SECTIONS:
-        if (path := record.RESULTS / f"{name.split()[0]}.csv").exists():
-            found[name] = section(name, record.load(path))
+    found |= {name: section(name, rows) for name in SECTIONS if (rows := _recorded(name))}
     for name, lines in found.items():
-        page = replaced(page, name, lines)
+        if lines or f"<!-- {name} -->" in page:
+            page = replaced(page, name, lines)
     figures = {
         "speed": plots.speed(record.latest(on_last_device(attention))),
         "ratios": plots.ratios(mine),
         "features": plots.features(mine),
-        "decode": plots.decode(latest_calls(decode)),
         "sequence": plots.sequence(sequence),
         "memory": plots.memory(record.latest(on_last_device(memory))),
         "linear": plots.linear(record.latest(on_last_device(scaling))),
-    }
+    } | ({"decode": plots.decode(over_caches)} if over_caches else {})
     return page, {f"performance_{name}.svg": figure for name, figure in figures.items()}
 
 
-def main():
+def _recorded(suite):
+    path = record.RESULTS / f"{suite}.csv"
+    return record.load(path) if path.exists() else []
+
+
+def main(argv=None):
+    argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__).parse_args(argv)
     page, figures = report(PAGE.read_text(encoding="utf-8"))
     for path, text in {PAGE: page, **{PAGE.parent / name: figure for name, figure in figures.items()}}.items():
         path.write_text(text, encoding="utf-8")

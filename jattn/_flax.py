@@ -27,7 +27,9 @@ def checked_options(options):
 def attend(query, key, value, *, bias, mask, is_causal, input_positions, dropout_rng, dropout_rate, deterministic,
            precision, module, options):
     """`attention` of arrays of one dtype. `deterministic` is Flax's (dropout off); `options` are jattn's keywords."""
-    refuse("module", None if module is None else type(module).__name__, "no T x S weights exist that could be sown")
+    # Flax's layers pass themselves as `module` where their caller gave sow_weights=True.
+    asked = None if module is None else type(module).__name__
+    refuse("module", asked, "sow_weights=True asks for it, and no T x S weights exist that could be sown")
     check_precision(precision)
     options = dict(options or {})
     is_causal = options.pop("is_causal", False) or is_causal

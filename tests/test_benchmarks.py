@@ -269,6 +269,11 @@ def test_tables_between_markers():
     assert tables.replaced("page", "a", ["new"]).endswith("page\n\n<!-- a -->\nnew\n<!-- end a -->\n")
 
 
+def test_tables_take_no_arguments():
+    with pytest.raises(SystemExit):
+        tables.main(["attention"])
+
+
 def test_flex_runs_on_cases_of_ours_and_a_missing_torch_stops_nothing(capsys):
     names = {str(case) for case in cases.GRID + cases.FEATURES}
     assert set(attention.flex.CASES) <= names

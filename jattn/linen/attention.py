@@ -49,7 +49,7 @@ def attention_fn(
         deterministic: True turns dropout off.
         dtype: dtype of the computation and of the output.
         precision: None or a `jax.lax.Precision` level, met as a lower bound.
-        module: None. A module asks for its weights to be sown.
+        module: None. Flax's layers give themselves where `sow_weights=True` asks for weights, which are never formed.
         force_fp32_for_softmax: either value.
         einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: None.
         options: keywords of `jattn.attention` that Flax has no name for; `make_attention_fn` checks and fixes them.

@@ -54,7 +54,7 @@ def attention_fn(
         deterministic: True turns dropout off.
         dtype: dtype of the computation and of the output; None infers it from query, key and value.
         precision: None or a `jax.lax.Precision` level, met as a lower bound.
-        module: None. A module asks for its weights to be sown.
+        module: None. Flax's layers give themselves where `sow_weights=True` asks for weights, which are never formed.
         promote_dtype: called as `promote_dtype((query, key, value), dtype=dtype)`.
         is_causal: query t sees keys up to t.
         input_positions: positions for rope, `[*B, T]` or a (query, key) pair; only with `options={"rope": ...}`.

@@ -49,7 +49,7 @@ def why_not(problem) -> str | None:
         return f"states must be float32 or bfloat16, not {states.pop()}"
     for letter, width, most in (("H", problem.H, _LARGEST_H), ("D", problem.D, _LARGEST_D)):
         if not isinstance(width, int) or width % 64 or width > most:
-            return f"head dims must be multiples of 64, H up to {_LARGEST_H} and D up to {_LARGEST_D}, not {letter}={width}"
+            return f"head dims must be multiples of 64, H to {_LARGEST_H} and D to {_LARGEST_D}, not {letter}={width}"
     symbolic = [f"{name}={n}" for name in "BTN" if not isinstance(n := getattr(problem, name), int)]
     return f"needs static shapes, not {symbolic[0]}" if symbolic else None
 

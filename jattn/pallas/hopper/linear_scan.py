@@ -15,6 +15,7 @@ Pipeline: a thread block has one warpgroup or two, of the same head, and a produ
 Floor: 1296 bytes a token and head, at the 4.3 TB/s of a copy 0.079 ms for T = 8192 and 32 heads, 0.158 ms for
 B = 4, T = 4096. A chunk's products take 1024 cycles of a warpgroup alone and twice that of two, with three waits some
 1500 and 2500: 128 chunks in 0.11 ms, 64 in 0.09 ms. Prediction, with `linear_prepare`: 0.19 ms and 0.30 ms.
+Measured on an H200: 0.145 and 0.170 ms, with it 0.259 and 0.389 ms.
 
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024).
 """
@@ -135,7 +136,8 @@ def _one_chunk(x, i, S):
     z = v - vector("key") * r
     u = ptx.wgmma_rs_nt(z.astype(dtype), x.M.at(slot))
     o, u = ptx.wgmma_wait_group(0, o, u)
-    S = ptx.wgmma_rs(S * x.vectors_smem[slot, VECTORS.index("last"), 0], (u * vector("update")).astype(dtype), x.k_rows.at(slot))
+    update, last = (u * vector("update")).astype(dtype), x.vectors_smem[slot, VECTORS.index("last"), 0]
+    S = ptx.wgmma_rs(S * last, update, x.k_rows.at(slot))
     o = ptx.wgmma_rs_nt(u.astype(dtype), x.A.at(slot), o * vector("query"))
     S, o = ptx.wgmma_wait_group(0, S, o)
     plgpu.barrier_arrive(x.free.at[slot])

@@ -24,9 +24,7 @@ def ld_global_tokens(ref, batch, token, head, rows) -> jax.Array:
         column = ref[batch, :, head].astype(jnp.float32)
         return jnp.where(r < rows, column[jnp.minimum(token + r, ref.shape[1] - 1)], 0)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR, ptx.ROW), return_type=ptx.row_type()
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR, ptx.ROW), return_type=ptx.row_type())
     def load(_, ref, batch, token, head, rows, numbers):
         kind, base = ir.MemRefType(ref.type), utils.memref_ptr(ref)
         batch, token, head, rows = (x.registers[()] for x in (batch, token, head, rows))
@@ -78,12 +76,14 @@ def prefix_sums(ref) -> tuple[jax.Array, jax.Array, jax.Array]:
             below = _shfl("up", total, integer(step), 0)
             has = arith.cmpi(arith.CmpIPredicate.uge, lane, integer(step))
             total = arith.select(has, ptx.add(total, below), total)
-        before = arith.select(arith.cmpi(arith.CmpIPredicate.eq, lane, integer(0)), ptx.constant(0), _shfl_up1(total))
-        sums = ptx.add(before, first), total
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, integer(0))
+        before = arith.select(is_first, ptx.constant(0), _shfl("up", total, integer(1), 0))
+        sums = ptx.add(before, first), total  # never total − second: that a later token would round
         rows = []
         for r in ptx.scalars(numbers):
             even, odd = (_shfl("idx", s, arith.divui(r, integer(2)), 31) for s in sums)
-            rows.append(arith.select(arith.cmpi(arith.CmpIPredicate.eq, arith.remui(r, integer(2)), integer(0)), even, odd))
+            is_even = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(r, integer(2)), integer(0))
+            rows.append(arith.select(is_even, even, odd))
         mine = arith.remui(lane, integer(4))
         columns = []
         for g in range(8):
@@ -94,10 +94,6 @@ def prefix_sums(ref) -> tuple[jax.Array, jax.Array, jax.Array]:
         return ptx.rows_from_scalars(rows, numbers), ptx.from_scalars(columns), splat
 
     return add_up(ref, ptx.row_numbers())
-
-
-def _shfl_up1(x):
-    return _shfl("up", x, integer(1), 0)
 
 
 def _shfl(mode: str, x, b, clamp: int):
