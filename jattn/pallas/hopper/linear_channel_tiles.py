@@ -224,8 +224,8 @@ def ld_decay_below(ref, piece, block: int) -> jax.Array:
 
 
 def decayed(x, sums, anchor=None, bit: int | None = None) -> jax.Array:
-    """`x · 2^−|sums − anchor|`, all `[64, 32]`; without an anchor `x · 2^sums`. With a `bit`, 0 in rows whose number has
-    not that bit; with a negative one, in rows whose number has it."""
+    """`x · 2^−|sums − anchor|`, all `[64, 32]`; without an anchor `x · 2^sums`. With a `bit`, 0 in rows whose number
+    has not that bit; with a negative one, in rows whose number has it."""
     if interpreting():
         value = x * jnp.exp2(sums if anchor is None else -jnp.abs(sums - anchor))
         if bit is None:
