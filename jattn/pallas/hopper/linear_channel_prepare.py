@@ -139,21 +139,20 @@ def _scores(x, pieces):
     """`tril(P(q, k))` and, with the delta rule, `tril(P(k, k), −1)`, float32 `[64, 64]`."""
     both = 2 if x.plan.options.rule.delta else 1
     zeros = lambda n: (ptx.zeros(n),) * both  # noqa: E731
-    start = (zeros(tiles.BLOCK),) * 3, (zeros(8),) * len(tiles.LEVELS), ptx.zeros(8)
+    start = (zeros(tiles.BLOCK),) * 3, (zeros(tiles.BLOCK),) * len(tiles.LEVELS), ptx.zeros(tiles.BLOCK)
 
     def one_piece(piece, carry):
         blocks, levels, diagonal = carry
         narrow = lambda *arrays: tuple(a.astype(x.plan.dtype) for a in arrays)  # noqa: E731
         q, k = (tiles.ld_tile(*a) for a in ((x.q_smem, piece, x.q_factor), (x.k_smem, piece, x.k_factor)))
-        sums, left = tiles.ld_sums(x.sums, piece), (q, k)[:both]
-        within = []
+        sums, within = tiles.ld_sums(x.sums, piece), []
         for bit, level in zip(tiles.LEVELS, levels, strict=True):
             anchor = tiles.ld_sums(x.sums, piece, ~(2 * bit - 1), bit - 1)
-            rows = narrow(*(tiles.decayed(a, sums, anchor, bit) for a in left))
-            (columns,) = narrow(tiles.decayed(k, sums, anchor, -bit))
-            within.append(tiles.mma_within(level, rows, columns, 16 if bit == 8 else 8))
-        (diagonal,) = tiles.mma_within((diagonal,), narrow(q), *narrow(k), 8)
-        left, across = [tiles.decayed(a, sums) for a in left], [None] * 3
+            rows = narrow(tiles.decayed(q, sums, anchor), tiles.decayed(k, sums, anchor))
+            within.append(tiles.mma_own(level, rows[:both], rows[1]))
+        (diagonal,) = tiles.mma_own((diagonal,), narrow(q), *narrow(k))
+        left = [tiles.decayed(a, sums) for a in (q, k)[:both]]
+        across = [None] * 3
         for block in (2, 1, 0):
             across[block] = tiles.mma_with_block(blocks[block], narrow(*left), x.right, piece, block)
             if block:

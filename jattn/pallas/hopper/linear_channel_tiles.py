@@ -8,7 +8,7 @@ k 2^(sum up to a), exponents ≤ 0 both. The anchors here, none of which is a la
 * pairs of different blocks of 16 tokens: the end of the column's block. A warp has the rows of one block, so that its
   products with the others, at most three, are m16n8k16 on its own;
 * pairs of a block whose numbers differ first in bit b = 8, 4, 2, 1: the last token whose bit b is not yet set. A token
-  is a row or a column by that bit, and the same registers are the left operand or the right one.
+  is a row or a column by that bit, and the same registers are the left operand and the right one.
 
 Log decays are to the base of two. What is made of channels takes 32 of them at once. As in `memory`, functions have an
 equivalent in plain jnp for interpret mode.
@@ -223,36 +223,20 @@ def ld_decay_below(ref, piece, block: int) -> jax.Array:
     return load(ref, jnp.asarray(piece, jnp.int32))
 
 
-def decayed(x, sums, anchor=None, bit: int | None = None) -> jax.Array:
-    """`x · 2^−|sums − anchor|`, all `[64, 32]`; without an anchor `x · 2^sums`. With a `bit`, 0 in rows whose number
-    has not that bit; with a negative one, in rows whose number has it."""
+def decayed(x, sums, anchor=None) -> jax.Array:
+    """`x · 2^−|sums − anchor|`, all `[64, 32]`; without an anchor `x · 2^sums`."""
     if interpreting():
-        value = x * jnp.exp2(sums if anchor is None else -jnp.abs(sums - anchor))
-        if bit is None:
-            return value
-        return jnp.where(((_rows() & abs(bit) != 0) == (bit > 0))[:, None], value, 0)
+        return x * jnp.exp2(sums if anchor is None else -jnp.abs(sums - anchor))
     given = [x, sums] if anchor is None else [x, sums, anchor]
 
     @plgpu.inline_mgpu(arg_types=[WGMMA] * len(given), return_type=ptx.array_type(PIECE))
     def multiply(_, *arrays):
-        row, _ = ptx.lane_position()
         values = []
-        for i, (x, *exponent) in enumerate(zip(*map(ptx.scalars, arrays), strict=True)):
-            value = ptx.mul(x, ptx.ex2(*exponent) if len(exponent) == 1 else _exp2_apart(*exponent))
-            if bit is not None:
-                value = arith.select(_has(row, i, bit), value, ptx.constant(0))
-            values.append(value)
+        for x, *exponent in zip(*map(ptx.scalars, arrays), strict=True):
+            values.append(ptx.mul(x, ptx.ex2(*exponent) if len(exponent) == 1 else _exp2_apart(*exponent)))
         return ptx.from_scalars(values)
 
     return multiply(*given)
-
-
-def _has(row, i: int, bit: int):
-    """Whether the row of element i of a tile has the bit set (negative: not set); `row` is the thread's first."""
-    if abs(bit) == 8:
-        return arith.constant(ir.IntegerType.get_signless(1), int((ptx.row_of(i) == 1) == (bit > 0)))
-    which = arith.CmpIPredicate.ne if bit > 0 else arith.CmpIPredicate.eq
-    return arith.cmpi(which, arith.andi(row, integer(abs(bit))), integer(0))
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -290,46 +274,41 @@ def mma_with_block(sums, left, ref, piece, block: int) -> tuple:
     return multiply(ref.at[pl.ds(slab, 1)], column, *sums, *left)
 
 
-def mma_within(sums, left, right, rows: int) -> tuple:
-    """Adds to each of `sums [64, 8]` the product of its `left [64, 32]`, bfloat16, with 8 rows of `right`: those of the
-    same 8 rows if `rows` is 8, the first 8 of the same 16 if it is 16 (`mma.sync`)."""
+def mma_own(sums, left, right) -> tuple:
+    """Adds to each of `sums [64, 16]` the product of its `left [64, 32]`, bfloat16, with the rows of the same block of
+    16 in `right` (`mma.sync`)."""
     if interpreting():
-        first = right.reshape(TILE_ROWS // rows, rows, PIECE)[:, :8]
-        found = []
-        for total, x in zip(sums, left, strict=True):
-            product = jnp.einsum("nic,njc->nij", x.reshape(-1, rows, PIECE), first, preferred_element_type=jnp.float32)
-            found.append(total + product.reshape(TILE_ROWS, 8))
-        return tuple(found)
+        group = lambda x: x.reshape(-1, BLOCK, PIECE)  # noqa: E731
+        products = [
+            jnp.einsum("nic,njc->nij", group(x), group(right), preferred_element_type=jnp.float32) for x in left
+        ]
+        return tuple(s + x.reshape(TILE_ROWS, BLOCK) for s, x in zip(sums, products, strict=True))
     count = len(sums)
 
-    @plgpu.inline_mgpu(arg_types=[WGMMA] * (2 * count + 1), return_type=(ptx.array_type(8),) * count)
+    @plgpu.inline_mgpu(arg_types=[WGMMA] * (2 * count + 1), return_type=(ptx.array_type(BLOCK),) * count)
     def multiply(_, *arrays):
         results, left = [ptx.scalars(x) for x in arrays[:count]], [ptx.pairs(x) for x in arrays[count:-1]]
-        words = ptx.pairs(arrays[-1])
-        for step in range(0, len(words), 4):
-            up, low = words[step : step + 4 : 2], words[step + 1 : step + 4 : 2]
-            for i, x in enumerate(left):
-                a0, a1, a2, a3 = x[step : step + 4]
-                zero = integer(0)
-                if rows == 16:
-                    results[i] = _mma(results[i], (a0, a1, a2, a3), up)
-                else:
-                    results[i] = _mma(results[i], (a0, zero, a2, zero), up)
-                    results[i] = _mma(results[i], (zero, a1, zero, a3), low)
+        right = ptx.pairs(arrays[-1])
+        for step in range(0, len(right), 4):
+            for x, words in zip(results, left, strict=True):
+                for tile in range(2):  # rows 0 to 7 of the block, rows 8 to 15
+                    mine = slice(4 * tile, 4 * tile + 4)
+                    x[mine] = _mma(x[mine], words[step : step + 4], right[step + tile : step + 4 : 2])
         return tuple(map(ptx.from_scalars, results))
 
     return multiply(*sums, *left, right)
 
 
 def assembled(blocks, levels, diagonal=None) -> jax.Array:
-    """The lower triangle `[64, 64]` of products with the first three blocks of 16 columns, of those within blocks by
-    level (see `LEVELS`), and of products within 8 rows whose diagonal counts (None: 0)."""
+    """The lower triangle `[64, 64]` of products with the first three blocks of 16 columns and, within blocks, of those
+    of each level (see `LEVELS`): who is not its row or column has been multiplied too, and is left out here. None as
+    the diagonal is 0."""
     if interpreting():
         r, c = _rows()[:, None], _rows()
         value = jnp.pad(jnp.concatenate(blocks, axis=1), ((0, 0), (0, BLOCK)))
         for bit, level in zip(LEVELS, levels, strict=True):
-            value = jnp.where((r ^ c < 2 * bit) & (r ^ c >= bit), level[r, c % 8], value)
-        value = jnp.where(r == c, 0 if diagonal is None else diagonal[r, c % 8], value)
+            value = jnp.where((r ^ c < 2 * bit) & (r ^ c >= bit), level[r, c % BLOCK], value)
+        value = jnp.where(r == c, 0 if diagonal is None else diagonal[r, c % BLOCK], value)
         return jnp.where(r >= c, value, 0)
     count = 3 + len(LEVELS) + (diagonal is not None)
 
@@ -339,21 +318,23 @@ def assembled(blocks, levels, diagonal=None) -> jax.Array:
         blocks, (l8, *inner), rest = registers[:3], registers[3 : 3 + len(LEVELS)], registers[3 + len(LEVELS) :]
         first, column = ptx.lane_position()
         row, (_, warp) = arith.remui(first, integer(8)), _lane_and_warp()
-        within = []  # of 8 rows and the same 8 columns
-        for i in range(4):
+        own = [zero] * 8
+        for i in range(8):
+            if ptx.row_of(i) > i // 4:  # rows 8 to 15 of the block, columns 0 to 7
+                own[i] = l8[i]
+            if ptx.row_of(i) != i // 4:
+                continue
             mine = arith.addi(column, integer(i % 2))
             apart = arith.xori(row, mine)
             value = rest[0][i] if rest else zero
             for bit, level in zip((1, 2, 4), inner[::-1], strict=True):
                 differs = arith.cmpi(arith.CmpIPredicate.uge, apart, integer(bit))
                 value = arith.select(differs, level[i], value)
-            within.append(arith.select(arith.cmpi(arith.CmpIPredicate.uge, row, mine), value, zero))
-        own = [*within[:2], *l8[2:], zero, zero, *within[2:]]
+            own[i] = arith.select(arith.cmpi(arith.CmpIPredicate.uge, row, mine), value, zero)
         found = []
         for block in range(4):
-            here, below = (
-                arith.cmpi(p, warp, integer(block)) for p in (arith.CmpIPredicate.eq, arith.CmpIPredicate.ugt)
-            )
+            here = arith.cmpi(arith.CmpIPredicate.eq, warp, integer(block))
+            below = arith.cmpi(arith.CmpIPredicate.ugt, warp, integer(block))
             for i in range(8):
                 outside = arith.select(below, blocks[block][i], zero) if block < 3 else zero
                 found.append(arith.select(here, own[i], outside))
@@ -438,7 +419,8 @@ def _unpacked(word) -> list:
 
 def _exp2_apart(a, b):
     """2^−|a − b|."""
-    text = "{ .reg .f32 x; sub.ftz.f32 x, $1, $2; abs.ftz.f32 x, x; neg.ftz.f32 x, x; ex2.approx.ftz.f32 $0, x; }"
+    text = "{ .reg .f32 x; .reg .b32 b; sub.ftz.f32 x, $1, $2; mov.b32 b, x; or.b32 b, b, 0x80000000; mov.b32 x, b;"
+    text += " ex2.approx.ftz.f32 $0, x; }"
     return ptx._instruction(text, a, b)
 
 
