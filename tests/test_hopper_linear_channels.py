@@ -70,6 +70,7 @@ CASES = {
     "forgetting in some channels": (forgetful(-40), {}),
     "one key, beta 1": (alike(0.0, 1.0), {}),
     "keys alike, beta 2": (alike(0.3, 2.0), {}),
+    "keys alike, beta 1.99": (alike(0.5, 1.99), {}),
     "bounded gate, layout vk": (make(T=66, gate="bounded", beta_activation="sigmoid2"), dict(state_layout="vk")),
     "softplus, groups, narrow": (make(T=17, N=2, H=64, gate="softplus", scale=0.3), {}),
     "one token, no state": (make(T=1, state=False, qk_l2norm=False), {}),

@@ -1,7 +1,8 @@
-"""`implementation="mosaic"` of the delta rules with one decay a head: what the Hopper kernels need, and their reasons.
+"""`implementation="mosaic"` of the delta rules and of GLA: what the Hopper kernels need, and their reasons.
 
-The kernels are in `jattn.pallas.hopper.linear_prepare` and `linear_scan`. The backward is another implementation's,
-which computes the forward again: nothing is saved.
+The kernels are in `jattn.pallas.hopper`: `linear_prepare` and `linear_scan` for one decay a head,
+`linear_channel_prepare` and `linear_channel_scan` for one a channel. The backward is another implementation's, which
+computes the forward again: nothing is saved.
 """
 
 import dataclasses

@@ -18,13 +18,13 @@ class Prepared:
     query: Any  # [B, n, N, slabs, 64, 64]
     update: Any  # [B, n, N, slabs, 64, 64]
     scores: Any  # A, [B, n, N, 64, 64]
-    decay: Any  # float32 [B, n, N, H]
+    vector: Any  # float32 [B, n, N, H + 64]: decay of the chunk, β; [B, n, N, H] without the delta rule
     erase: Any = None  # [B, n, N, slabs, 64, 64]
-    inverse: Any = None  # M, [B, n, N, 64, 64]
+    inverse: Any = None  # T, [B, n, N, 64, 64]
 
     @property
     def all(self) -> list:
-        every = self.query, self.update, self.scores, self.decay, self.erase, self.inverse
+        every = self.query, self.update, self.scores, self.vector, self.erase, self.inverse
         return [x for x in every if x is not None]
 
 
@@ -32,5 +32,6 @@ def prepared_shapes(plan) -> Prepared:
     each = (plan.B, plan.chunks, plan.N)
     square = jax.ShapeDtypeStruct((*each, CHUNK, CHUNK), plan.dtype)
     wide = jax.ShapeDtypeStruct((*each, ptx.slabs(plan.H), CHUNK, ptx.SLAB), plan.dtype)
-    decay = jax.ShapeDtypeStruct((*each, plan.H), "float32")
-    return Prepared(wide, wide, square, decay, *((wide, square) if plan.options.rule.delta else ()))
+    delta = plan.options.rule.delta
+    vector = jax.ShapeDtypeStruct((*each, plan.H + CHUNK * delta), "float32")
+    return Prepared(wide, wide, square, vector, *((wide, square) if delta else ()))

@@ -4,17 +4,17 @@ comes from `linear_channel_prepare`.
 As in `linear_scan`, a warpgroup has 64 columns of one head's state, transposed, in float32 registers: S [64, H], whose
 rows do not know of one another. Every left operand is in registers and every right one as TMA left it; for each chunk
 
-    z = vᵀ + S eraseᵀ;   u = z Mᵀ (GLA: vᵀ);   o = S queryᵀ + u Aᵀ;   S ← decay · S + u update
+    z = β ∘ (vᵀ + S eraseᵀ);   u = z Tᵀ (GLA: vᵀ);   o = S queryᵀ + u Aᵀ;   S ← decay ∘ S + u update
 
 Pipeline: a thread block has one warpgroup or two, of the same head, and a producer that copies chunks ahead (TMA):
 
     producer     chunk 0 | chunk 1 | …                   waits for free slots
     consumer     S eraseᵀ, S queryᵀ | u | S, o | out       waits for copies; o leaves through shared memory (TMA)
 
-Floor: three matrices [64, H], M, A and v in, o out: 1544 bytes a token and head, at the 4.3 TB/s of a copy 0.094 ms for
+Floor: three matrices [64, H], T, A and v in, o out: 1544 bytes a token and head, at the 4.3 TB/s of a copy 0.094 ms for
 T = 8192 and 32 heads, 0.188 ms for B = 4, T = 4096; with `linear_channel_prepare` 0.22 and 0.44 ms. A chunk's products
 are those of the gated delta rule, whose scan was measured at 0.145 and 0.170 ms on an H200. Prediction: 0.16 and 0.21
-ms, with `linear_channel_prepare` 0.46 and 0.81 ms.
+ms, with `linear_channel_prepare` 0.46 and 0.81 ms. Measured: 0.160 and 0.202 ms, with it 0.498 and 0.866 ms.
 
 Source: Kimi Team, "Kimi Linear" (2025); Yang et al., "Gated Linear Attention Transformers" (2024).
 """
@@ -48,7 +48,7 @@ def _kernel(
     *,
     # shared memory, matrices in slabs of 64 columns
     v_smem,  # [stages, warpgroups, 64, 64]
-    matrices,  # `Prepared`, each [stages, slabs or 1, 64, 64]; the decay float32 [stages, H]
+    matrices,  # `Prepared`, each [stages, slabs or 1, 64, 64]; the vector float32 [stages, ·]
     out_smem,  # [warpgroups, 1, 64, 64]
     # barriers
     ready,  # [stages] TMA
@@ -100,7 +100,7 @@ def _copy_chunk(x, i, slot):
     for array, room in ((given.inverse, smem.inverse), (given.scores, smem.scores)):
         if array is not None:
             plgpu.copy_gmem_to_smem(array.at[place], room.at[slot, 0], ready)
-    plgpu.copy_gmem_to_smem(given.decay.at[place], smem.decay.at[slot], ready)
+    plgpu.copy_gmem_to_smem(given.vector.at[place], smem.vector.at[slot], ready)
 
 
 # --- consumer ---------------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def _consume(x):
         operand(smem.update, H, along_rows=True),
     )
     if x.plan.options.rule.delta:
-        x.erase, x.M = operand(smem.erase, H), operand(smem.inverse, CHUNK)
+        x.erase, x.T = operand(smem.erase, H), operand(smem.inverse, CHUNK)
     S = lax.fori_loop(0, x.plan.chunks, lambda i, S: _one_chunk(x, i, S), _initial_state(x))
     _write_state(x, S)
     plgpu.wait_smem_to_gmem(0)
@@ -131,12 +131,13 @@ def _one_chunk(x, i, S):
         z = ptx.wgmma_rs_nt(narrow, x.erase.at(slot), u.astype(jnp.float32))
         o = ptx.wgmma_rs_nt(narrow, x.query.at(slot))
         (z,) = ptx.wgmma_wait_group(1, z)
-        u = ptx.wgmma_rs_nt(z.astype(dtype), x.M.at(slot))
+        z = times_along_rows(z, x.matrices.vector.at[slot, pl.ds(x.plan.H, CHUNK)])
+        u = ptx.wgmma_rs_nt(z.astype(dtype), x.T.at(slot))
         o, u = ptx.wgmma_wait_group(0, o, u)
         u = u.astype(dtype)
     else:
         (o,) = ptx.wgmma_wait_group(0, ptx.wgmma_rs_nt(narrow, x.query.at(slot)))
-    S = ptx.wgmma_rs(times_along_rows(S, x.matrices.decay.at[slot]), u, x.update.at(slot))
+    S = ptx.wgmma_rs(times_along_rows(S, x.matrices.vector.at[slot, pl.ds(0, x.plan.H)]), u, x.update.at(slot))
     o = ptx.wgmma_rs_nt(u, x.A.at(slot), o)
     S, o = ptx.wgmma_wait_group(0, S, o)
     plgpu.barrier_arrive(x.free.at[slot])
@@ -207,11 +208,9 @@ def _scratch(plan, given) -> dict:
         return plgpu.SMEM((*leading, CHUNK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
 
     for i, array in enumerate(given):
-        wide = len(array.shape) == 6
-        slabs = array.shape[3] if wide else 1
-        rooms[f"matrix{i}"] = (
-            plgpu.SMEM((stages, plan.H), jnp.float32) if len(array.shape) == 4 else smem(stages, slabs)
-        )
+        slabs = array.shape[3] if len(array.shape) == 6 else 1
+        is_vector = len(array.shape) == 4
+        rooms[f"matrix{i}"] = plgpu.SMEM((stages, *array.shape[3:]), "float32") if is_vector else smem(stages, slabs)
         copies += slabs
     return rooms | dict(
         v_smem=smem(stages, plan.warpgroups), out_smem=smem(plan.warpgroups, 1),

@@ -41,22 +41,26 @@ def pitch(H: int) -> int:
 # --- log decays, a channel a thread -----------------------------------------------------------------------------------
 
 
-def ld_global_channels(ref, batch, token, head) -> jax.Array:
-    """Tokens `[token, token + 16)`, or the last one where there are none, of `ref [B, T, N, H]`, float32. The array has
-    a layout that only functions here know; it is `[16, H]` in interpret mode."""
+def ld_global_channels(ref, batch, token, head) -> tuple:
+    """Tokens `[token, token + 64)`, or the last one where there are none, of `ref [B, T, N, H]`, float32, by blocks of
+    16; all loads are in flight together. The arrays have a layout that only functions here know; they are `[16, H]` in
+    interpret mode."""
     if interpreting():
-        places = jnp.minimum(token + jnp.arange(BLOCK, dtype=jnp.int32), ref.shape[1] - 1)
-        return ref[batch, :, head].astype(jnp.float32)[places]
+        places = jnp.minimum(token + _rows(), ref.shape[1] - 1)
+        value = ref[batch, :, head].astype(jnp.float32)[places]
+        return tuple(value[i : i + BLOCK] for i in range(0, TILE_ROWS, BLOCK))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), return_type=ptx.array_type(2 * BLOCK))
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), return_type=(ptx.array_type(2 * BLOCK),) * 4
+    )
     def load(_, ref, batch, token, head):
         kind, base = ir.MemRefType(ref.type), utils.memref_ptr(ref)
         channel, values = _channel(kind.shape[3]), []
-        for r in range(BLOCK):
+        for r in range(TILE_ROWS):
             place = memory._clipped(arith.addi(token.registers[()], integer(r)), kind.shape[1])
             start = memory._flat(kind, (batch.registers[()], place, head.registers[()], channel))
             values.append(memory._load(base, kind.element_type, start))
-        return ptx.from_scalars(values)
+        return tuple(ptx.from_scalars(values[i : i + BLOCK]) for i in range(0, TILE_ROWS, BLOCK))
 
     return load(ref, *(jnp.asarray(x, jnp.int32) for x in (batch, token, head)))
 
