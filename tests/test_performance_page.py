@@ -217,6 +217,15 @@ def test_tables_of_caches_come_from_the_suites(results, report, monkeypatch):
     assert tables.report(page) == (page, figures), "what another program measured is not needed any more"
 
 
+def test_the_rate_of_a_read_is_that_of_the_row_with_the_largest_share():
+    rows = [
+        cache_row(gbytes_per_s="155", percent_of_read="3.3"),
+        cache_row(gbytes_per_s="4400", percent_of_read="96.5"),
+    ]
+    assert "; a plain read reaches 4.56 TB/s; " in tables.cache_table(rows)[0]
+    assert "a plain read" not in tables.cache_table([cache_row(percent_of_read="")])[0]
+
+
 def test_the_figure_of_caches_has_a_curve_for_each_dtype():
     rows = [cache_row(), cache_row(name="cudnn"), cache_row("B8 S8192 N32/8 H128 p16 int8", cache="int8")]
     rows += [cache_row("B8 S8192 N32/8 H128 p16"), cache_row("B8 S8192 N32/8 H128 int8", cache="int8")]
