@@ -12,8 +12,8 @@ An implementation is a module with
     SUMS: bool                                     whether those of scale, bias and the modifier's arrays are among them
 
 where `rest` is whatever its forward hands to its backward, and `unrounded` asks for out in the accumulator's dtype. One
-without a backward for the call, or without such gradients, borrows the next one's in the table. A module that cannot be
-imported is a reason like any other.
+without a backward for the call, or without such gradients, borrows the next one's in the table, after the last the
+first one's. A module that cannot be imported is a reason like any other.
 Over a cache there are no gradients, and forward(arrays, options) -> (out, lse).
 
 `None` picks the first that can run, and where it lowers for one platform only, the next one for all others; a named one
@@ -38,6 +38,10 @@ _TABLE = {
     "sequence_decode_attention": {"xla": "jattn.reference.spread"},
     "sequence_paged_attention": {"xla": "jattn.reference.spread"},
     **{f"linear.{op}": {"xla": "jattn.reference.linear"} for op in _LINEAR},
+    **{
+        f"linear.{op}": {"xla": "jattn.reference.linear", "mosaic": "jattn.pallas.linear_chunk"}
+        for op in ("gated_delta_rule", "delta_rule")
+    },
     **{
         f"linear.{op}_step": {"xla": "jattn.reference.linear_step", "mosaic": "jattn.pallas.linear_step"}
         for op in _LINEAR
@@ -140,8 +144,9 @@ def _options(problem, options, name, config):
 
 
 def _with_backward(problem, name):
-    """The first implementation from `name` on whose backward runs this call."""
-    rest = names(problem.op)[names(problem.op).index(name) :]
+    """The first implementation from `name` on, and around, whose backward runs this call."""
+    at = names(problem.op).index(name)
+    rest = names(problem.op)[at:] + names(problem.op)[:at]
     return next((other for other in rest if _why_not_backward(problem, other) is None), name)
 
 

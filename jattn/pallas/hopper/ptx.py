@@ -235,23 +235,26 @@ def wgmma_rs(accumulator, a, b: Matrix) -> jax.Array:
     return issue(accumulator, a, b.word)
 
 
-def wgmma_rs_nt(a, b: Matrix) -> jax.Array:
-    """`a @ b.T` as float32 `[64, b.rows]` for 16-bit `a [64, b.columns]` in registers, in flight (`wgmma.mma_async`).
-    With columns that are no multiple of 16, a has zeros up to the next one."""
+def wgmma_rs_nt(a, b: Matrix, accumulator=None) -> jax.Array:
+    """`accumulator + a @ b.T` (None: 0) as float32 `[64, b.rows]` for 16-bit `a [64, b.columns]` in registers, in
+    flight (`wgmma.mma_async`). With columns that are no multiple of 16, a has zeros up to the next one."""
     if interpreting():
         kept = a[:, : b.columns]
-        return lax.dot_general(kept, b.read(), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    dtype = a.dtype
+        product = lax.dot_general(kept, b.read(), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return product if accumulator is None else accumulator + product
+    dtype, onto = a.dtype, [] if accumulator is None else [accumulator]
 
-    @plgpu.inline_mgpu(arg_types=(WGMMA, SCALAR), return_type=_array_type(b.rows))
-    def issue(_, a, b_word):
-        a = fragmented_array.optimization_barrier(a)
+    @plgpu.inline_mgpu(arg_types=(WGMMA, SCALAR, *[WGMMA] * len(onto)), return_type=_array_type(b.rows))
+    def issue(_, a, b_word, *onto):
+        onto = [x.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT) for x in onto]
+        barred = fragmented_array.optimization_barrier(a, *onto)
+        a, *onto = barred if onto else [barred]
         return _mma_async(
-            n=b.rows, dtype=dtype, accumulator=None, a_registers=pairs(a), b_word=b_word.registers[()],
-            steps=[(None, o) for o in b.offsets_along_columns()], b_along_rows=False,
+            n=b.rows, dtype=dtype, accumulator=list(onto[0].registers.flat) if onto else None, a_registers=pairs(a),
+            b_word=b_word.registers[()], steps=[(None, o) for o in b.offsets_along_columns()], b_along_rows=False,
         )  # fmt: skip
 
-    return issue(a, b.word)
+    return issue(a, b.word, *onto)
 
 
 def wgmma_tt(a: "Stack", b: Matrix, dtype) -> jax.Array:

@@ -1,0 +1,90 @@
+"""What the two kernels of the delta rule with one decay a head know of a call: `linear_prepare` and `linear_scan`."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+
+from jattn._linear import CHUNK
+from jattn.pallas._compat import pl, plgpu
+from jattn.pallas.hopper import ptx
+from jattn.pallas.hopper.lists import i32
+
+COLUMNS = ptx.TILE_ROWS  # of D, of a warpgroup of the scan
+VECTORS = ("key", "query", "update", "last")  # numbers of a token, see `linear_prepare`
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is compiled in."""
+
+    B: int
+    T: int
+    N: int
+    K: int
+    H: int
+    D: int
+    options: Any  # the call's `Options`
+    warpgroups: int  # of a thread block of the scan, that compute
+    stages: int = 3  # chunks of it that are copied ahead
+    dtype: str = "bfloat16"
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.T // CHUNK)
+
+    @property
+    def parts(self) -> int:
+        """Thread blocks of a head."""
+        return self.D // (COLUMNS * self.warpgroups)
+
+
+def warpgroups_of(heads: int, D: int, multiprocessors: int) -> int:
+    """A thread block serves up to two warpgroups with the same keys, once there are enough of them."""
+    parts = D // COLUMNS
+    return 2 if parts % 2 == 0 and heads * parts > multiprocessors else 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """In HBM; None where the call has none."""
+
+    query: Any  # [B, T, K, H]
+    key: Any  # [B, T, K, H]
+    value: Any  # [B, T, N, D]
+    g: Any = None  # [B, T, N]
+    beta: Any = None  # [B, T, N]
+    scale: Any = None  # float32 [1]
+    A_log: Any = None  # float32 [N]
+    dt_bias: Any = None  # float32 [N]
+    initial_state: Any = None  # [B, N, H, D] or [B, N, D, H]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What a chunk needs that no other chunk knows of."""
+
+    inverse: Any  # M, [B, n, N, 64, 64]
+    scores: Any  # A, [B, n, N, 64, 64]
+    vectors: Any  # float32 [B, n, N, 4, 64]
+
+
+def prepared_shapes(plan: Plan) -> Prepared:
+    each = (plan.B, plan.chunks, plan.N)
+    square = jax.ShapeDtypeStruct((*each, CHUNK, CHUNK), plan.dtype)
+    return Prepared(square, square, jax.ShapeDtypeStruct((*each, len(VECTORS), CHUNK), "float32"))
+
+
+def copy_rows(plan, array, batch, chunk, head, smem, barrier, first=0):
+    """A chunk's rows of `array [B, T, heads, columns]` to `smem [slabs, 64, 64]`, from column `first` on (TMA, which
+    reads zeros past the last token)."""
+    rows = array.at[batch, pl.ds(chunk * CHUNK, CHUNK), head]
+    for i in range(smem.shape[0]):
+        plgpu.copy_gmem_to_smem(rows.at[:, pl.ds(first + i * ptx.SLAB, ptx.SLAB)], smem.at[i], barrier)
+
+
+def key_head(plan, head):
+    return lax.div(head, i32(plan.N // plan.K))

@@ -1,0 +1,96 @@
+"""`implementation="mosaic"` of the delta rules with one decay a head: what the Hopper kernels need, and their reasons.
+
+The kernels are in `jattn.pallas.hopper.linear_prepare` and `linear_scan`. The backward is another implementation's,
+which computes the forward again: nothing is saved.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from jattn._varying import unvary, vary, varying_axes
+from jattn.pallas._compat import mapped_in_turn
+from jattn.pallas.attention import PLATFORM, why_not_here
+from jattn.pallas.hopper import linear_prepare, linear_scan
+from jattn.pallas.hopper.linear_plan import Inputs, Plan, warpgroups_of
+
+__all__ = ["PLATFORM", "ChunkConfig", "choose", "forward", "why_not", "why_not_here"]
+
+_LARGEST_H, _LARGEST_D = 128, 256
+_MULTIPROCESSORS = 132
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkConfig:
+    """There is nothing to choose."""
+
+
+def choose(problem, config) -> ChunkConfig:
+    if not isinstance(config, ChunkConfig | None):
+        raise TypeError(f"config={config!r} is not a jattn.pallas.linear_chunk.ChunkConfig, which mosaic takes")
+    return ChunkConfig()
+
+
+def why_not(problem) -> str | None:
+    """The reason why these kernels cannot run the problem, or None."""
+    if problem.mode != "chunk":
+        return f"has mode='chunk' alone, not mode={problem.mode!r}"
+    if problem.dtype != "bfloat16":
+        return f"runs bfloat16, not {problem.dtype}"
+    if problem.sequences is not None:
+        return "has no packed sequences (cu_seqlens)"
+    if problem.resets:
+        return "has no segment_ids"
+    if problem.checkpoints:
+        return "has no checkpoints"
+    states = {problem.state_dtype, problem.initial_state} - {None, "float32", "bfloat16"}
+    if states:
+        return f"states must be float32 or bfloat16, not {states.pop()}"
+    for letter, width, most in (("H", problem.H, _LARGEST_H), ("D", problem.D, _LARGEST_D)):
+        if not isinstance(width, int) or width % 64 or width > most:
+            return f"head dims must be multiples of 64, H to {_LARGEST_H} and D to {_LARGEST_D}, not {letter}={width}"
+    symbolic = [f"{name}={n}" for name in "BTN" if not isinstance(n := getattr(problem, name), int)]
+    return f"needs static shapes, not {symbolic[0]}" if symbolic else None
+
+
+def forward(arrays, context, options, *, rest=True, interpret=False, multiprocessors=_MULTIPROCESSORS):
+    """`((out, final state, None), None)`; see `_linear` for the arguments. There are no residuals.
+
+    Args:
+        interpret: emulate the kernels on the CPU, with race detection.
+        multiprocessors: of the device.
+    """
+    axes = varying_axes(arrays)
+    arrays = unvary(arrays)  # the body of a kernel is not about them
+    (B, T, K, H), (N, D) = arrays.query.shape, arrays.value.shape[2:]
+    if 0 in (B, T):
+        state = arrays.initial_state
+        state = jnp.zeros((B, N, H, D), options.state_dtype) if state is None else state.astype(options.state_dtype)
+        return vary((jnp.zeros(arrays.value.shape, options.out_dtype), state, None), axes), None
+    plan = Plan(
+        B=B, T=T, N=N, K=K, H=H, D=D, options=_compiled(options),
+        warpgroups=warpgroups_of(B * N, D, multiprocessors),
+    )  # fmt: skip
+    wide = lambda x: None if x is None else x.astype(jnp.float32)  # noqa: E731
+    inputs = Inputs(
+        query=arrays.query, key=arrays.key, value=arrays.value, g=_narrow(arrays.g), beta=_narrow(arrays.beta),
+        scale=None if arrays.scale is None else wide(arrays.scale).reshape(1), A_log=wide(arrays.A_log),
+        dt_bias=wide(arrays.dt_bias), initial_state=arrays.initial_state,
+    )  # fmt: skip
+
+    def run(inputs):
+        prepared = linear_prepare.launch(plan, inputs, interpret=interpret)
+        return linear_scan.launch(plan, inputs, prepared, interpret=interpret)
+
+    out, state = mapped_in_turn(run, unrolled=bool(interpret))(inputs)
+    return vary((out.astype(options.out_dtype), state.astype(options.state_dtype), None), axes), None
+
+
+def _narrow(x):
+    """The kernels read no float64."""
+    return x.astype(jnp.float32) if x is not None and x.dtype == jnp.float64 else x
+
+
+def _compiled(options):
+    """Options without what dispatch chose."""
+    return dataclasses.replace(options, implementation=None, config=None, backward=None, elsewhere=None, sums=None)
