@@ -17,8 +17,8 @@ erase. Tokens past the last have q = k = β = 0 and g = 0: A is 0 there, and the
 
 Floor: q, k and float32 g in, three matrices [64, H], T and A out: 2060 bytes a token and head, at the 4.3 TB/s of a
 copy 0.126 ms for T = 8192 and 32 heads, 0.251 ms for B = 4, T = 4096. Prediction: 0.30 and 0.60 ms, two thread blocks
-on a multiprocessor and some 9000 instructions a warp and chunk, a fifth of them the substitution's. Measured on an H200:
-0.336 and 0.664 ms, with 10000.
+on a multiprocessor and some 9000 instructions a warp and chunk, a fifth of them the substitution's. Measured on an
+H200: 0.336 and 0.664 ms, with 10000.
 
 Source: Kimi Team, "Kimi Linear" (2025); Yang et al., "Gated Linear Attention Transformers" (2024).
 """
@@ -35,6 +35,7 @@ from jattn.pallas.hopper import linear_gates as gates
 from jattn.pallas.hopper import linear_tiles, memory, ptx
 from jattn.pallas.hopper.decode_rows import along_columns
 from jattn.pallas.hopper.linear_channel_plan import Prepared, prepared_shapes
+from jattn.pallas.hopper.linear_inverse import unit_lower_inverse
 from jattn.pallas.hopper.linear_plan import Plan, copy_rows, key_head
 from jattn.pallas.hopper.lists import i32
 
@@ -93,7 +94,7 @@ def _kernel(
     plgpu.copy_smem_to_gmem(squares.at[0], out.scores.at[x.place])
     plgpu.copy_smem_to_gmem(vector, out.vector.at[x.place])
     if delta:
-        T = linear_tiles.unit_lower_inverse(lower * along_columns(beta, CHUNK), sums)
+        T = unit_lower_inverse(lower * along_columns(beta, CHUNK), sums)
         memory.stmatrix(T.astype(plan.dtype), squares.at[1:2])
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(squares.at[1], out.inverse.at[x.place])
