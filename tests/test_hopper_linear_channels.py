@@ -102,6 +102,13 @@ def test_is_the_recurrence(name, capfd):
     hold(p, out, np.swapaxes(state, -1, -2) if layout == "vk" else state)
 
 
+def test_two_warpgroups_a_block_are_bit_equal_to_one(capfd):
+    call = described(make(T=70, D=128))
+    one, two = (emulated(call, capfd, multiprocessors=n) for n in (132, 1))
+    for x, y in zip(one, two, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
 def test_what_is_forgotten_has_no_weight(capfd):
     """A token whose channels decay by exp(-1000) leaves nothing of those before it, bit for bit."""
     p = make(T=64)
