@@ -79,7 +79,7 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
     )  # fmt: skip
 
     def run(inputs):
-        prepared = linear_prepare.launch(plan, inputs, interpret=interpret)
+        prepared = linear_prepare.launch(plan, inputs, multiprocessors=multiprocessors, interpret=interpret)
         return linear_scan.launch(plan, inputs, prepared, interpret=interpret)
 
     out, state = mapped_in_turn(run, unrolled=bool(interpret))(inputs)

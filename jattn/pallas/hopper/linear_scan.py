@@ -136,12 +136,13 @@ def _one_chunk(x, i, S):
     z = v - vector("key") * r
     u = ptx.wgmma_rs_nt(z.astype(dtype), x.M.at(slot))
     o, u = ptx.wgmma_wait_group(0, o, u)
-    update, last = (u * vector("update")).astype(dtype), x.vectors_smem[slot, VECTORS.index("last"), 0]
-    S = ptx.wgmma_rs(S * last, update, x.k_rows.at(slot))
+    S = S * x.vectors_smem[slot, VECTORS.index("last"), 0]  # with a product in flight ptxas would wait for it first
     o = ptx.wgmma_rs_nt(u.astype(dtype), x.A.at(slot), o * vector("query"))
-    S, o = ptx.wgmma_wait_group(0, S, o)
+    S = ptx.wgmma_rs(S, (u * vector("update")).astype(dtype), x.k_rows.at(slot))
+    (o,) = ptx.wgmma_wait_group(1, o)
+    _write_out(x, i, o.astype(dtype))  # while the tensor core is at S
+    (S,) = ptx.wgmma_wait_group(0, S)
     plgpu.barrier_arrive(x.free.at[slot])
-    _write_out(x, i, o.astype(dtype))
     return S
 
 
