@@ -116,20 +116,26 @@ def forward(p):
     for b in range(B):
         for n in range(N):
             f = _slice_forward(p, b, n)
-            out[b, :, n] = (f["prob"] * f["factor"]) @ f["v"]
-            lse[b, :, n] = f["lse"]
+            out[b, :, n], lse[b, :, n] = _results(f)
     return out, lse
 
 
+def _results(f):
+    return (f["prob"] * f["factor"]) @ f["v"], f["lse"]
+
+
 def backward(p, dout, dlse=None):
-    """Gradients, by name, of sum(out * dout) + sum(lse * dlse), the latter over the finite lse."""
+    """Gradients, by name, of sum(out * dout) + sum(lse * dlse), the latter over the finite lse; and, as
+    "forward", what `forward` gives."""
     B, T, N, _ = p.query.shape
+    out, lse = np.zeros((B, T, N, p.value.shape[-1])), np.zeros((B, T, N))
     dq, dk, dv = (np.zeros(x.shape) for x in (p.query, p.key, p.value))
     dbias, daux = _Sum(np.shape(p.bias)), [_Sum(np.shape(a)) for a in p.aux]
     dsinks, dscale, terms = _Sum((N, 1, 1)), _Sum(()), dict(sinks=np.zeros(N), scale=0.0)
     for b in range(B):
         for n in range(N):
             f = _slice_forward(p, b, n)
+            out[b, :, n], lse[b, :, n] = _results(f)
             g = _f64(dout[b, :, n])
             glse = np.zeros(T) if dlse is None else np.where(np.isneginf(f["lse"]), 0.0, _f64(dlse[b, :, n]))
             dprob = (g @ f["v"].T) * f["factor"]
@@ -162,6 +168,7 @@ def backward(p, dout, dlse=None):
         # Sizes of sums of as many independent terms, for the gradients that are a number or one a head.
         terms={name: np.sqrt(np.max(x)) for name, x in terms.items()},
         aux=[s.total for s in daux],
+        forward=(out, lse),
     )
 
 

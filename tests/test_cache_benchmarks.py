@@ -99,7 +99,8 @@ def test_a_program_is_compiled_once(monkeypatch):
     programs = {}
     for tokens in ("equal", "uniform", "tail", "equal"):
         (case,) = TINY.varied(tokens=(tokens,))
-        assert list(decode.agreeing(case, "float32", None, False, programs)) == ["jattn xla", "jax.nn"]
+        with jax.numpy_dtype_promotion("standard"):  # jax.nn mixes integers of its own
+            assert list(decode.agreeing(case, "float32", None, False, programs)) == ["jattn xla", "jax.nn"]
     assert built == ["jattn xla", "jax.nn", "jax.nn", "jax.nn"] and len(programs) == 4
 
 

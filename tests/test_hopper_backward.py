@@ -66,7 +66,7 @@ def test_emulated(name, monkeypatch, capfd):
     case = case_of(**EMULATED[name])
     assert runs(case)
     for _ in mosaic.emulated(monkeypatch):
-        check_case(case)
+        check_case(case, jax.jit)  # the emulation runs longer than it compiles
     assert "RACE" not in capfd.readouterr().out
 
 

@@ -1,8 +1,6 @@
 """The kernel, emulated, under the transforms of JAX. Those that the emulation cannot do (it calls back to the host in
 order) are lowered in test_mosaic_platform.py and divided over devices in test_mosaic_sharding.py."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import mosaic
@@ -32,9 +30,11 @@ ARRAYS = dict(
 )
 
 
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch):
-    yield from mosaic.emulated(monkeypatch)
+@pytest.fixture(autouse=True, scope="module")
+def emulated():
+    """For all tests at once, which share what is compiled."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield from mosaic.emulated(monkeypatch)
 
 
 def attend(query, key, value, *, gain, dropout_key, implementation="mosaic", **options):
@@ -44,6 +44,12 @@ def attend(query, key, value, *, gain, dropout_key, implementation="mosaic", **o
         query, key, value, score_mod=mod, dropout_rate=0.3, dropout_key=jax.random.wrap_key_data(dropout_key),
         is_causal=True, return_residual=True, implementation=implementation, **options,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one():
+    """`attend` of a dict, compiled once for all that is held against it."""
+    return jax.jit(lambda d: attend(**d))
 
 
 def equal(got, want):
@@ -57,11 +63,10 @@ SUBSETS = [
 
 
 @pytest.mark.parametrize("mapped", SUBSETS, ids="+".join)
-def test_vmap_of_any_subset_is_the_loop(mapped):
+def test_vmap_of_any_subset_is_the_loop(mapped, one):
     """Bit for bit; b and what is dropped are those of each mapped call."""
     arrays = {name: x if name in mapped else x[0] for name, x in ARRAYS.items()}
     axes = {name: 0 if name in mapped else None for name in ARRAYS}
-    one = jax.jit(lambda d: attend(**d))
     got = jax.jit(jax.vmap(one, in_axes=(axes,)))(arrays)
     for i in range(2):
         want = one({name: x[i] if name in mapped else x for name, x in arrays.items()})
@@ -111,26 +116,31 @@ def test_gradients_are_those_of_xla():
         np.testing.assert_allclose(g, w, rtol=0, atol=2e-2 * np.abs(w).max(), err_msg=name)
 
 
+def with_gradient(d):
+    (out, lse), pull = jax.vjp(lambda q: attend(**(d | dict(query=q))), d["query"])
+    return out, lse, pull((out, lse))[0]
+
+
+@pytest.fixture(scope="module")
+def unsharded():
+    return jax.jit(with_gradient)({name: x[0] for name, x in ARRAYS.items()})
+
+
 @pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
-def test_shard_map_with_varying_axes_checked(mode):
+def test_shard_map_with_varying_axes_checked(mode, unsharded):
     """On one device: the emulation of two at once is not apart."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",), axis_types=(mode,))
     arrays = {name: x[0] for name, x in ARRAYS.items()}
     specs = {name: P("x") if name in ("query", "key", "value", "gain", "query_offset") else P() for name in arrays}
-
-    def both(d):
-        (out, lse), pull = jax.vjp(lambda q: attend(**(d | dict(query=q))), d["query"])
-        return out, lse, pull((out, lse))[0]
-
-    sharded = jax.shard_map(both, mesh=mesh, in_specs=(specs,), out_specs=P("x"), check_vma=True)
+    sharded = jax.shard_map(with_gradient, mesh=mesh, in_specs=(specs,), out_specs=P("x"), check_vma=True)
     with jax.set_mesh(mesh):
         got = jax.jit(sharded)({n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in arrays.items()})
-    equal(got, jax.jit(both)(arrays))
+    equal(got, unsharded)
 
 
-def test_eager_is_jit_and_shapes_are_known_without_running():
+def test_eager_is_jit_and_shapes_are_known_without_running(one):
     arrays = {name: x[0] for name, x in ARRAYS.items()}
-    equal(attend(**arrays), jax.jit(lambda d: attend(**d))(arrays))
+    equal(attend(**arrays), one(arrays))
     out, lse = jax.eval_shape(lambda d: attend(**d), arrays)
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((B, T, N, H), jnp.bfloat16, (B, T, N), jnp.float32)
 
@@ -153,17 +163,21 @@ def test_no_keys_and_no_queries():
         equal(got, want)
 
 
+@pytest.fixture(scope="module")
+def gradients():
+    """With the kernel's own backward: those of a dict of query, key and value, compiled."""
+
+    def loss(arrays):
+        return jattn.attention(**arrays, is_causal=True, implementation="mosaic").astype(jnp.float32).sum()
+
+    return jax.jit(jax.grad(loss))
+
+
 @pytest.mark.parametrize("mapped", [("query",), ("query", "key", "value")], ids="+".join)
-def test_vmap_of_gradients_is_the_loop(mapped):
-    """With the kernel's own backward."""
+def test_vmap_of_gradients_is_the_loop(mapped, gradients):
     arrays = {name: ARRAYS[name] if name in mapped else ARRAYS[name][0] for name in ("query", "key", "value")}
     assert jattn.explain(*(ARRAYS[name][0] for name in arrays), is_causal=True).backward == "mosaic"
-
-    def gradients(arrays):
-        attend = functools.partial(jattn.attention, is_causal=True, implementation="mosaic")
-        return jax.grad(lambda a: attend(**a).astype(jnp.float32).sum())(arrays)
-
     got = jax.jit(jax.vmap(gradients, ({name: 0 if name in mapped else None for name in arrays},)))(arrays)
     for i in range(2):
-        want = jax.jit(gradients)({name: x[i] if name in mapped else x for name, x in arrays.items()})
+        want = gradients({name: x[i] if name in mapped else x for name, x in arrays.items()})
         equal(jax.tree.map(lambda x, i=i: x[i], got), want)

@@ -68,20 +68,24 @@ def test_the_figures_are_those_of_the_rows_and_on_the_page(report):
 
 
 def test_figures_are_legible(report):
-    """Everything lies on the paper, in both schemes, with labels on the axes, a device and a date."""
     for text in report[1].values():
-        root = ET.fromstring(text)
-        width, height = (float(x) for x in root.get("viewBox").split()[2:])
-        told = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
-        assert any(re.match(r"Measured on .+, jax [\d.]+, \d{4}-\d\d-\d\d", line) for line in told)
-        assert "prefers-color-scheme:dark" in text and "nan" not in text
-        for x, y in re.findall(r"translate\(([-\d.]+) ([-\d.]+)\)", text):
-            assert 0 <= float(x) <= width and 0 <= float(y) <= height
-        for line in root.findall("{http://www.w3.org/2000/svg}text"):  # 6.7: of a letter of 12 px
-            x, y, kind = float(line.get("x")), float(line.get("y")), line.get("class")
-            length = 6.7 * len(line.text or "")
-            left = x - length * ("end" in kind.split()) - length / 2 * ("mid" in kind.split())
-            assert left >= 0 and left + length <= width and 0 <= y <= height, line.text
+        assert_legible(text)
+
+
+def assert_legible(text):
+    """Everything lies on the paper, in both schemes, with labels on the axes, a device and a date."""
+    root = ET.fromstring(text)
+    width, height = (float(x) for x in root.get("viewBox").split()[2:])
+    told = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert any(re.match(r"Measured on .+, jax [\d.]+, \d{4}-\d\d-\d\d", line) for line in told)
+    assert "prefers-color-scheme:dark" in text and "nan" not in text
+    for x, y in re.findall(r"translate\(([-\d.]+) ([-\d.]+)\)", text):
+        assert 0 <= float(x) <= width and 0 <= float(y) <= height
+    for line in root.findall("{http://www.w3.org/2000/svg}text"):  # 6.7: of a letter of 12 px
+        x, y, kind = float(line.get("x")), float(line.get("y")), line.get("class")
+        length = 6.7 * len(line.text or "")
+        left = x - length * ("end" in kind.split()) - length / 2 * ("mid" in kind.split())
+        assert left >= 0 and left + length <= width and 0 <= y <= height, line.text
 
 
 def test_losses_are_listed_worst_first():
@@ -208,8 +212,18 @@ def test_tables_of_caches_come_from_the_suites(results, report, monkeypatch):
     assert told in contiguous and "One sequence alone: S131072 N32/8 H128 134.2 µs (cuDNN 128.8); " in contiguous
     assert "| B8 S8192 N32/8 H128 p16 | pages | cuDNN | 1.042 |" in between(page, "losses")
     assert all(figures[name] == report[1][name] for name in figures if name != "performance_decode.svg")
+    assert_legible(figures["performance_decode.svg"])
     (results / "h200_decode.csv").unlink(missing_ok=True)
     assert tables.report(page) == (page, figures), "what another program measured is not needed any more"
+
+
+def test_the_rate_of_a_read_is_that_of_the_row_with_the_largest_share():
+    rows = [
+        cache_row(gbytes_per_s="155", percent_of_read="3.3"),
+        cache_row(gbytes_per_s="4400", percent_of_read="96.5"),
+    ]
+    assert "; a plain read reaches 4.56 TB/s; " in tables.cache_table(rows)[0]
+    assert "a plain read" not in tables.cache_table([cache_row(percent_of_read="")])[0]
 
 
 def test_the_figure_of_caches_has_a_curve_for_each_dtype():

@@ -15,6 +15,7 @@ import jattn
 from jattn import masks, mods, ragged_attention
 
 DEFAULT_DTYPE = "float32"
+JIT = None  # of the calls that `check` makes; None is compare.quickly, but an emulation runs longer than it compiles
 
 
 EMULATED_BACKWARD = {"test_packed_sequences_are_causal_each_on_its_own", "test_used_lengths_leave_holes"}
@@ -25,6 +26,7 @@ def implementation(request, monkeypatch):
     """Runs the tests that `check` on each; kernels have 16-bit operands."""
     if request.param != "xla":
         monkeypatch.setattr("test_ragged.DEFAULT_DTYPE", "bfloat16")
+        monkeypatch.setattr("test_ragged.JIT", jax.jit)
     if request.param == "mosaic emulated" and request.function.__name__ not in EMULATED_BACKWARD:
         monkeypatch.setattr("jattn.pallas.attention.why_not_backward", lambda problem: "takes long to emulate")
     yield from mosaic.emulated(monkeypatch) if request.param == "mosaic emulated" else [None]
@@ -108,7 +110,8 @@ def check(
             **options,
         )
 
-    out, lse, got = jax.tree.map(np.asarray, compare._pullback(call)(primals, dout, dlse))
+    quickly = compare.quickly(q.dtype)
+    out, lse, got = jax.tree.map(np.asarray, compare._pullback(call, JIT or quickly)(primals, dout, dlse))
     want_out, want_lse = np.zeros((Tq, N, D)), np.full((Tq, N), -np.inf)
     want = {n: np.zeros(np.shape(x)) for n, x in primals.items()}
     yard_out = [np.zeros((Tq, N, D)) for _ in range(3)]
@@ -143,13 +146,14 @@ def check(
             aux=(cut["aux"],) if aux is not None else (),
         )
         args = dout[None, rows], dlse[None, rows]
-        o, ls = oracle.forward(problem)
-        want_out[rows], want_lse[rows] = o[0], ls[0]
-        _scatter(want, oracle.backward(problem, *args), rows, columns, N, Tq, Tk)
+        truth = oracle.backward(problem, *args)
+        want_out[rows], want_lse[rows] = (x[0] for x in truth["forward"])
+        _scatter(want, truth, rows, columns, N, Tq, Tk)
         own = {n: part.get(n, cut.get(n, sinks)) for n in primals if n != "aux"} | (
             {"aux": problem.aux} if aux is not None else {}
         )
-        for i, y in enumerate(compare._baselines(problem, fn if aux is not None else None, own, *args)):
+        baselines = compare._baselines(problem, fn if aux is not None else None, own, *args, quickly)
+        for i, y in enumerate(baselines):
             yard_out[i][rows] = y["out"][0]
             _scatter(yards[i], y, rows, columns, N, Tq, Tk)
     assert out.dtype == q.dtype and lse.dtype == np.float32
