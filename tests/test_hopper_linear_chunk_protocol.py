@@ -1,4 +1,4 @@
-"""The barrier protocols of the chunk kernels as small simulations under random interleavings (see test_hopper_protocol).
+"""The barrier protocols of the chunk kernels as simulations under random interleavings (see test_hopper_protocol).
 
 Of the scan: a slot is not refilled under a product of either warpgroup, and every phase of a barrier is waited for. Of
 the preparation, warp by warp: nothing that a product of another warp or a copy reads is written meanwhile.
