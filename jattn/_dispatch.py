@@ -40,7 +40,7 @@ _TABLE = {
     **{f"linear.{op}": {"xla": "jattn.reference.linear"} for op in _LINEAR},
     **{
         f"linear.{op}": {"xla": "jattn.reference.linear", "mosaic": "jattn.pallas.linear_chunk"}
-        for op in ("gated_delta_rule", "delta_rule")
+        for op in ("kda", "gated_delta_rule", "delta_rule", "gla")
     },
     **{
         f"linear.{op}_step": {"xla": "jattn.reference.linear_step", "mosaic": "jattn.pallas.linear_step"}

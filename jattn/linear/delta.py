@@ -74,8 +74,8 @@ def kda(
         mode: "chunk" computes 64 tokens at once, "recurrent" one after the other. Both do so for any length, so that
             the outputs of a prefix are those of the whole, bit for bit.
         residuals: "save" keeps what the backward needs from the forward, "recompute" runs the forward again.
-        implementation: "xla", or None for the best that can run; a name never falls back. `gated_delta_rule` and
-            `delta_rule` in bfloat16 also have "mosaic": a forward for Hopper GPUs.
+        implementation: "xla", or None for the best that can run; a name never falls back. In bfloat16 there is
+            also "mosaic", a forward for Hopper GPUs.
         config: of the implementation, for tuning.
 
     Returns:

@@ -1,7 +1,8 @@
-"""`implementation="mosaic"` of the delta rules with one decay a head: what the Hopper kernels need, and their reasons.
+"""`implementation="mosaic"` of the delta rules and of GLA: what the Hopper kernels need, and their reasons.
 
-The kernels are in `jattn.pallas.hopper.linear_prepare` and `linear_scan`. The backward is another implementation's,
-which computes the forward again: nothing is saved.
+The kernels are in `jattn.pallas.hopper`: `linear_prepare` and `linear_scan` for one decay a head,
+`linear_channel_prepare` and `linear_channel_scan` for one a channel. The backward is another implementation's, which
+computes the forward again: nothing is saved.
 """
 
 import dataclasses
@@ -11,13 +12,14 @@ import jax.numpy as jnp
 from jattn._varying import unvary, vary, varying_axes
 from jattn.pallas._compat import mapped_in_turn
 from jattn.pallas.attention import PLATFORM, why_not_here
-from jattn.pallas.hopper import linear_prepare, linear_scan
+from jattn.pallas.hopper import linear_channel_prepare, linear_channel_scan, linear_prepare, linear_scan
 from jattn.pallas.hopper.linear_plan import Inputs, Plan, warpgroups_of
 
 __all__ = ["PLATFORM", "ChunkConfig", "choose", "forward", "why_not", "why_not_here"]
 
 _LARGEST_H, _LARGEST_D = 128, 256
 _MULTIPROCESSORS = 132
+_KERNELS = (linear_prepare, linear_scan), (linear_channel_prepare, linear_channel_scan)  # by head, by channel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,7 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
         return vary((jnp.zeros(arrays.value.shape, options.out_dtype), state, None), axes), None
     plan = Plan(
         B=B, T=T, N=N, K=K, H=H, D=D, options=_compiled(options),
-        warpgroups=warpgroups_of(B * N, D, multiprocessors),
+        warpgroups=warpgroups_of(B * N, D, multiprocessors), stages=2 if options.rule.decay == "channel" else 3,
     )  # fmt: skip
     wide = lambda x: None if x is None else x.astype(jnp.float32)  # noqa: E731
     inputs = Inputs(
@@ -79,8 +81,9 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
     )  # fmt: skip
 
     def run(inputs):
-        prepared = linear_prepare.launch(plan, inputs, multiprocessors=multiprocessors, interpret=interpret)
-        return linear_scan.launch(plan, inputs, prepared, interpret=interpret)
+        prepare, scan = _KERNELS[options.rule.decay == "channel"]
+        prepared = prepare.launch(plan, inputs, multiprocessors=multiprocessors, interpret=interpret)
+        return scan.launch(plan, inputs, prepared, interpret=interpret)
 
     out, state = mapped_in_turn(run, unrolled=bool(interpret))(inputs)
     return vary((out.astype(options.out_dtype), state.astype(options.state_dtype), None), axes), None

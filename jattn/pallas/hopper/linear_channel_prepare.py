@@ -1,0 +1,209 @@
+"""The first of two kernels of KDA and GLA on compute capability 9.0: what chunks of 64 tokens need that do not know of
+one another. `linear_channel_scan` is the second.
+
+A warpgroup has one chunk of one value head. With running sums G of the log decays, the queries q with their scale and
+norm, the keys k with theirs, and P of `linear_channel_tiles`:
+
+    A = tril(P(q, k))     T = (I + tril(β_i P(k, k)_ij, −1))⁻¹ in float32, by substitution
+    query = q exp(G);   erase = −k exp(G);   update = k exp(G_C − G);   decay = exp(G_C)
+
+so that the scan multiplies matrices, and by vectors only the state and, with β, what T takes: β in T would round to
+bfloat16 alike in a whole column, which doubles the error once keys are alike and β is near 2. GLA has neither T nor
+erase. Tokens past the last have q = k = β = 0 and g = 0: A is 0 there, and the state does not change.
+
+    a channel a thread     gates, sums of log decays → shared memory
+    a warp 16 tokens       k to the end of its block → shared memory | scores | query, erase, update → TMA
+    two threads a column   T → TMA
+
+Floor: q, k and float32 g in, three matrices [64, H], T and A out: 2060 bytes a token and head, at the 4.3 TB/s of a
+copy 0.126 ms for T = 8192 and 32 heads, 0.251 ms for B = 4, T = 4096. Prediction: 0.30 and 0.60 ms, two thread blocks
+on a multiprocessor and some 9000 instructions a warp and chunk, a fifth of them the substitution's. Measured on an
+H200: 0.336 and 0.664 ms, with 10000.
+
+Source: Kimi Team, "Kimi Linear" (2025); Yang et al., "Gated Linear Attention Transformers" (2024).
+"""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+from jax import lax
+
+from jattn._linear import CHUNK
+from jattn.pallas._compat import kernel, pl, plgpu
+from jattn.pallas.hopper import linear_channel_tiles as tiles
+from jattn.pallas.hopper import linear_gates as gates
+from jattn.pallas.hopper import linear_tiles, memory, ptx
+from jattn.pallas.hopper.decode_rows import along_columns
+from jattn.pallas.hopper.linear_channel_plan import Prepared, prepared_shapes
+from jattn.pallas.hopper.linear_inverse import unit_lower_inverse
+from jattn.pallas.hopper.linear_plan import Plan, copy_rows, key_head
+from jattn.pallas.hopper.lists import i32
+
+_INPUTS = ("query", "key", "g", "beta", "scale", "A_log", "dt_bias")
+
+
+def _kernel(
+    plan: Plan,
+    inputs,  # name -> array, those of `Inputs` that there are
+    out,  # `Prepared` (HBM)
+    *,
+    # shared memory, matrices in slabs of 64 columns
+    q_smem,  # [slabs of H, 64, 64]; query on its way out
+    k_smem,  # [slabs of H, 64, 64]; erase on its way out
+    right,  # [slabs of H, 64, 64]: keys decayed to the end of their block of 16; update on its way out
+    squares,  # [2, 64, 64]: A and T on their way out
+    sums,  # float32 [64, pitch]: of log decays, from the start of a block of 16; then the inverse's scratch
+    vector,  # float32 [H + 64]: decay, β; [H] without the delta rule
+    # barriers
+    ready,  # TMA
+):
+    block = lax.axis_index("block")
+    head, rest = lax.rem(block, i32(plan.N)), lax.div(block, i32(plan.N))
+    chunk, batch = lax.rem(rest, i32(plan.chunks)), lax.div(rest, i32(plan.chunks))
+    x = SimpleNamespace(
+        plan=plan, **dict.fromkeys(_INPUTS), head=head, chunk=chunk, batch=batch, place=(batch, chunk, head)
+    )
+    vars(x).update(inputs, q_smem=q_smem, k_smem=k_smem, right=right, sums=sums, rows=plan.T - chunk * CHUNK)
+    for array, smem in ((x.query, q_smem), (x.key, k_smem)):
+        copy_rows(plan, array, batch, chunk, key_head(plan, head), smem, ready)
+    delta, pieces = plan.options.rule.delta, plan.H // tiles.PIECE
+    beta = _beta(x) if delta else None
+    _sum_log_decays(x)
+    tiles.st_decay(sums, vector.at[pl.ds(0, plan.H)])
+    plgpu.barrier_wait(ready)
+    scale = x.scale[0] if plan.options.scale is None else jnp.float32(plan.options.scale)
+    x.q_factor, x.k_factor = _same(scale), None
+    if plan.options.qk_l2norm:
+        x.q_factor, x.k_factor = _inverse_norms(q_smem, plan.H) * scale, _inverse_norms(k_smem, plan.H)
+    if delta:
+        vector[pl.ds(plan.H, CHUNK)] = beta
+    plgpu.commit_smem()
+
+    lax.fori_loop(0, pieces, lambda p, _: _decay_to_end(x, p), None)
+    plgpu.commit_smem()
+    A, lower = _scores(x, pieces)
+    plgpu.commit_smem()
+    lax.fori_loop(0, pieces, lambda p, _: _decay_from_ends(x, p), None)
+    memory.stmatrix(A.astype(plan.dtype), squares.at[0:1])
+    plgpu.commit_smem()
+    for i in range(ptx.slabs(plan.H)):
+        plgpu.copy_smem_to_gmem(q_smem.at[i], out.query.at[(*x.place, i)])
+        plgpu.copy_smem_to_gmem(right.at[i], out.update.at[(*x.place, i)])
+        if delta:
+            plgpu.copy_smem_to_gmem(k_smem.at[i], out.erase.at[(*x.place, i)])
+    plgpu.copy_smem_to_gmem(squares.at[0], out.scores.at[x.place])
+    plgpu.copy_smem_to_gmem(vector, out.vector.at[x.place])
+    if delta:
+        T = unit_lower_inverse(lower * along_columns(beta, CHUNK), sums)
+        memory.stmatrix(T.astype(plan.dtype), squares.at[1:2])
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(squares.at[1], out.inverse.at[x.place])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _beta(x):
+    """β of the tokens, float32 `[64]` in the ROW layout; 0 for those that do not exist."""
+    raw = linear_tiles.ld_global_tokens(x.beta, x.batch, x.chunk * CHUNK, x.head, x.rows)
+    return jnp.where(ptx.row_numbers() < x.rows, gates.activated(x.plan.options, raw), 0.0)
+
+
+def _same(x):
+    """A number for each row."""
+    return plgpu.layout_cast(jnp.full(CHUNK, x), ptx.ROW)
+
+
+def _inverse_norms(smem, H):
+    rows = memory.ldmatrix(smem, H).astype(jnp.float32)
+    return gates.inverse_norm(jnp.sum(rows * rows, axis=1))
+
+
+def _sum_log_decays(x):
+    A_log = None if x.A_log is None else x.A_log[x.head]
+    bias = None if x.dt_bias is None else tiles.ld_global_channel(x.dt_bias, x.head)
+
+    for i, raw in enumerate(tiles.ld_global_channels(x.g, x.batch, x.chunk * CHUNK, x.head)):
+        g = gates.log_decay(x.plan.options, raw, A_log, bias)
+        tiles.st_sums(x.sums, i, jnp.maximum(g, tiles.LEAST), x.rows)
+
+
+def _decay_to_end(x, piece):
+    """The right operand of scores between blocks."""
+    sums, end = (tiles.ld_sums(x.sums, piece, put=put) for put in (0, tiles.BLOCK - 1))
+    tiles.st_tile(tiles.decayed(tiles.ld_tile(x.k_smem, piece, x.k_factor), sums, end), x.right, piece)
+
+
+def _scores(x, pieces):
+    """`tril(P(q, k))` and, with the delta rule, `tril(P(k, k), −1)`, float32 `[64, 64]`."""
+    both = 2 if x.plan.options.rule.delta else 1
+    zeros = lambda n: (ptx.zeros(n),) * both  # noqa: E731
+    start = (zeros(tiles.BLOCK),) * 3, (zeros(tiles.BLOCK),) * len(tiles.LEVELS), ptx.zeros(tiles.BLOCK)
+
+    def one_piece(piece, carry):
+        blocks, levels, diagonal = carry
+        narrow = lambda *arrays: tuple(a.astype(x.plan.dtype) for a in arrays)  # noqa: E731
+        q, k = (tiles.ld_tile(*a) for a in ((x.q_smem, piece, x.q_factor), (x.k_smem, piece, x.k_factor)))
+        sums, within = tiles.ld_sums(x.sums, piece), []
+        for bit, level in zip(tiles.LEVELS, levels, strict=True):
+            anchor = tiles.ld_sums(x.sums, piece, ~(2 * bit - 1), bit - 1)
+            rows = narrow(tiles.decayed(q, sums, anchor), tiles.decayed(k, sums, anchor))
+            within.append(tiles.mma_own(level, rows[:both], rows[1]))
+        (diagonal,) = tiles.mma_own((diagonal,), narrow(q), *narrow(k))
+        left = [tiles.decayed(a, sums) for a in (q, k)[:both]]
+        across = [None] * 3
+        for block in (2, 1, 0):
+            across[block] = tiles.mma_with_block(blocks[block], narrow(*left), x.right, piece, block)
+            if block:
+                decay = tiles.ld_decay_below(x.sums, piece, block)
+                left = [a * decay for a in left]
+        return tuple(across), tuple(within), diagonal
+
+    blocks, levels, diagonal = lax.fori_loop(0, pieces, one_piece, start)
+    found = [
+        tiles.assembled([b[i] for b in blocks], [a[i] for a in levels], None if i else diagonal) for i in range(both)
+    ]
+    return found[0], found[1] if both == 2 else None
+
+
+def _decay_from_ends(x, piece):
+    """What the scan multiplies with states, in the place of what it was made of."""
+    q, k = (tiles.ld_tile(*a) for a in ((x.q_smem, piece, x.q_factor), (x.k_smem, piece, x.k_factor)))
+    sums, end = (tiles.ld_sums(x.sums, piece, put=put) for put in (0, tiles.BLOCK - 1))
+    after = tiles.ld_other_sums(x.sums, piece, after=True)
+    tiles.st_tile(tiles.decayed(tiles.decayed(k, sums, end), after), x.right, piece)
+    from_start = sums + tiles.ld_other_sums(x.sums, piece, after=False)
+    tiles.st_tile(tiles.decayed(q, from_start), x.q_smem, piece)
+    if x.plan.options.rule.delta:
+        tiles.st_tile(-tiles.decayed(k, from_start), x.k_smem, piece)
+
+
+def launch(plan: Plan, inputs, *, multiprocessors: int, interpret=False) -> Prepared:
+    """Runs the kernel on `Inputs`, a thread block a chunk and head, however many multiprocessors there are."""
+    del multiprocessors
+    given = {name: x for name in _INPUTS if (x := getattr(inputs, name)) is not None}
+    shapes = prepared_shapes(plan)
+
+    def body(*refs, **allocations):
+        _kernel(plan, dict(zip(given, refs, strict=False)), Prepared(*refs[len(given) :]), **allocations)
+
+    slabs = ptx.slabs(plan.H)
+    smem = lambda n: plgpu.SMEM((n, CHUNK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)  # noqa: E731
+    return Prepared(
+        *kernel(
+            body,
+            name="jattn_linear_channel_prepare",
+            out_type=tuple(shapes.all),
+            scratch=dict(
+                q_smem=smem(slabs),
+                k_smem=smem(slabs),
+                right=smem(slabs),
+                squares=smem(2),
+                sums=plgpu.SMEM((CHUNK, tiles.pitch(plan.H)), jnp.float32),
+                vector=plgpu.SMEM(shapes.vector.shape[3:], jnp.float32),
+                ready=plgpu.Barrier(num_arrivals=2 * slabs),
+            ),  # fmt: skip
+            grid={"block": plan.B * plan.chunks * plan.N},
+            warpgroups=1,
+            interpret=interpret,
+            approximate=False,
+        )(*given.values())
+    )

@@ -1,0 +1,433 @@
+"""Tiles of 64 tokens with a decay for each channel: sums of log decays, and scores that no decay can overflow.
+
+    P_ij = Σ_c x_ic k_jc 2^(g_(j+1)c + … + g_ic),  j ≤ i
+
+A product of matrices has one anchor a for all its rows and columns, between them: x 2^(sum after a) times
+k 2^(sum up to a), exponents ≤ 0 both. The anchors here, none of which is a later token than its row:
+
+* pairs of different blocks of 16 tokens: the end of the column's block. A warp has the rows of one block, so that its
+  products with the others, at most three, are m16n8k16 on its own;
+* pairs of a block whose numbers differ first in bit b = 8, 4, 2, 1: the last token whose bit b is not yet set. A token
+  is a row or a column by that bit, and the same registers are the left operand and the right one.
+
+Log decays are to the base of two. What is made of channels takes 32 of them at once. As in `memory`, functions have an
+equivalent in plain jnp for interpret mode.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jattn.pallas._compat import arith, interpreting, ir, llvm, pl, plgpu, utils
+from jattn.pallas.hopper import memory, ptx
+from jattn.pallas.hopper.linear_tiles import _ld_shared, _offset, _st_shared
+from jattn.pallas.hopper.mma import _mma
+from jattn.pallas.hopper.ptx import SCALAR, TILE_ROWS, WGMMA, i32, integer
+
+BLOCK = 16  # tokens of a warp
+PIECE = 32  # channels
+LEVELS = (8, 4, 2, 1)
+# Whatever a token before it wrote is 0 in float32 after such a decay; less would take digits from others' sums.
+LEAST = -128.0
+_LOG2_E = 1.4426950408889634
+
+
+def pitch(H: int) -> int:
+    """Floats from one token's sums to the next: pairs of channels of 4 tokens meet all banks."""
+    return H + 8
+
+
+# --- log decays, a channel a thread -----------------------------------------------------------------------------------
+
+
+def ld_global_channels(ref, batch, token, head) -> tuple:
+    """Tokens `[token, token + 64)`, or the last one where there are none, of `ref [B, T, N, H]`, float32, by blocks of
+    16; all loads are in flight together. The arrays have a layout that only functions here know; they are `[16, H]` in
+    interpret mode."""
+    if interpreting():
+        places = jnp.minimum(token + _rows(), ref.shape[1] - 1)
+        value = ref[batch, :, head].astype(jnp.float32)[places]
+        return tuple(value[i : i + BLOCK] for i in range(0, TILE_ROWS, BLOCK))
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), return_type=(ptx.array_type(2 * BLOCK),) * 4
+    )
+    def load(_, ref, batch, token, head):
+        kind, base = ir.MemRefType(ref.type), utils.memref_ptr(ref)
+        channel, values = _channel(kind.shape[3]), []
+        for r in range(TILE_ROWS):
+            place = memory._clipped(arith.addi(token.registers[()], integer(r)), kind.shape[1])
+            start = memory._flat(kind, (batch.registers[()], place, head.registers[()], channel))
+            values.append(memory._load(base, kind.element_type, start))
+        return tuple(ptx.from_scalars(values[i : i + BLOCK]) for i in range(0, TILE_ROWS, BLOCK))
+
+    return load(ref, *(jnp.asarray(x, jnp.int32) for x in (batch, token, head)))
+
+
+def ld_global_channel(ref, head) -> jax.Array:
+    """Row `head` of float32 `ref [N, H]`, to go with `ld_global_channels`."""
+    if interpreting():
+        return ref[head]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=ptx.array_type(2 * BLOCK))
+    def load(_, ref, head):
+        kind = ir.MemRefType(ref.type)
+        start = memory._flat(kind, (head.registers[()], _channel(kind.shape[1])))
+        return ptx.from_scalars([memory._load(utils.memref_ptr(ref), kind.element_type, start)] * BLOCK)
+
+    return load(ref, jnp.asarray(head, jnp.int32))
+
+
+def st_sums(ref, block, g: jax.Array, rows) -> None:
+    """Stores the running sums, to the base of two, of the log decays of a block of 16 tokens to its rows of float32
+    `ref [64, pitch]`; tokens from `rows` on, of the chunk, do not decay."""
+    if interpreting():
+        tokens = block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+        g = jnp.where(tokens[:, None] < rows, g * jnp.float32(_LOG2_E), 0)
+        ref[pl.ds(block * BLOCK, BLOCK), pl.ds(0, g.shape[1])] = jnp.cumsum(g, axis=0)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, WGMMA, SCALAR))
+    def store(_, ref, block, g, rows):
+        width = ir.MemRefType(ref.type).shape[1]
+        first = arith.muli(block.registers[()], integer(BLOCK))
+        start = _offset(_start(ref), arith.addi(arith.muli(first, integer(width)), _channel(width - 8)), 4)
+        total = ptx.constant(0)
+        for r, x in enumerate(ptx.scalars(g)):
+            exists = arith.cmpi(arith.CmpIPredicate.slt, arith.addi(first, integer(r)), rows.registers[()])
+            x = arith.select(exists, ptx.mul(x, ptx.constant(_LOG2_E)), ptx.constant(0))
+            total = ptx.add(total, x)
+            _st_shared(start, 4 * r * width, [total])
+
+    store(ref, jnp.asarray(block, jnp.int32), g, jnp.asarray(rows, jnp.int32))
+
+
+def st_decay(sums, ref) -> None:
+    """Stores the decay of a whole chunk to float32 `ref [H]`, by the threads that stored its sums."""
+    if interpreting():
+        ref[...] = jnp.exp2(sum(sums[BLOCK * i - 1, pl.ds(0, ref.shape[0])] for i in range(1, 5)))
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def store(_, sums, ref):
+        width = ir.MemRefType(sums.type).shape[1]
+        channel = _channel(width - 8)
+        start, total = _offset(_start(sums), channel, 4), ptx.constant(0)
+        for i in range(1, 5):
+            total = ptx.add(total, _ld_one(start, 4 * (BLOCK * i - 1) * width))
+        _st_shared(_offset(_start(ref), channel, 4), 0, [ptx.ex2(total)])
+
+    store(sums, ref)
+
+
+def _channel(H: int):
+    """This thread's channel; of 64, the last belongs to 65 threads."""
+    return arith.minsi(arith.remui(ptx.thread_index(), integer(128)), integer(H - 1))
+
+
+# --- tiles of 32 channels ---------------------------------------------------------------------------------------------
+
+
+def ld_tile(ref, piece, factors=None) -> jax.Array:
+    """Channels `[32 · piece, 32 · piece + 32)` of bfloat16 `ref [slabs, 64, 64]` as float32 (`ldmatrix`), each row
+    times its entry of `factors [64]`."""
+    slab, column = _slab_and_column(piece)
+    if interpreting():
+        value = ref[slab, :, pl.ds(column, PIECE)].astype(jnp.float32)
+        plgpu.commit_smem()  # to the emulation a copy into what was read is a race without it
+        return value if factors is None else value * factors[:, None]
+    rows = [] if factors is None else [factors]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(ptx.TRANSFORMS), SCALAR, *[ptx.ROW] * len(rows)), return_type=ptx.array_type(PIECE)
+    )
+    def load(_, ref, column, *rows):
+        lane, warp = _lane_and_warp()
+        in_group, matrix = arith.remui(lane, integer(8)), arith.divui(lane, integer(8))
+        row = arith.addi(arith.muli(arith.remui(matrix, integer(2)), integer(8)), in_group)
+        row = arith.addi(row, arith.muli(warp, integer(BLOCK)))
+        factors, values = [ptx.scalars(x) for x in rows], []
+        for words in _ld_matrices(ref, row, arith.divui(matrix, integer(2)), column.registers[()]):
+            for i, word in enumerate(words):
+                pair = _unpacked(word)
+                values += [ptx.mul(x, factors[0][i % 2]) for x in pair] if factors else pair
+        return ptx.from_scalars(values)
+
+    return load(ref.at[pl.ds(slab, 1)], column, *rows)
+
+
+def st_tile(array, ref, piece) -> None:
+    """Stores float32 `[64, 32]` to these channels of bfloat16 `ref [slabs, 64, 64]`."""
+    slab, column = _slab_and_column(piece)
+    memory.stmatrix(array.astype(ref.dtype), ref.at[pl.ds(slab, 1)], column)
+
+
+def _slab_and_column(piece):
+    piece = jnp.asarray(piece, jnp.int32)
+    return lax.div(piece, np.int32(2)), lax.rem(piece, np.int32(2)) * PIECE
+
+
+def ld_sums(ref, piece, keep: int = -1, put: int = 0) -> jax.Array:
+    """Row r of the tile is row `r & keep | put` of the sums."""
+    if interpreting():
+        rows = (_rows() & keep) | put
+        return ref[:, pl.ds(piece * PIECE, PIECE)][rows]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=ptx.array_type(PIECE))
+    def load(_, ref, piece):
+        width, (first, _) = ir.MemRefType(ref.type).shape[1], ptx.lane_position()
+        start, values = _first_channel(ref, piece), [None] * (PIECE // 2)
+        for half in range(2):
+            row = arith.addi(first, integer(8 * half))
+            row = arith.ori(arith.andi(row, integer(keep)), integer(put))
+            place = _offset(start, row, 4 * width)
+            for n in range(PIECE // 8):
+                values[4 * n + 2 * half : 4 * n + 2 * half + 2] = _ld_shared(place, 32 * n, 2)
+        return ptx.from_scalars(values)
+
+    return load(ref, jnp.asarray(piece, jnp.int32))
+
+
+def ld_other_sums(ref, piece, *, after: bool) -> jax.Array:
+    """The sums of the blocks before that of the row, or after it."""
+    if interpreting():
+        ends = ref[:, pl.ds(piece * PIECE, PIECE)][BLOCK - 1 :: BLOCK]
+        mine, others = _rows()[:, None] // BLOCK, jnp.arange(4, dtype=jnp.int32)
+        counted = (others > mine if after else others < mine)[:, :, None]
+        return jnp.sum(jnp.where(counted, ends, 0), axis=1)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=ptx.array_type(PIECE))
+    def load(_, ref, piece):
+        _, warp = _lane_and_warp()
+        sums = [ptx.constant(0)] * (PIECE // 4)
+        for block in range(1, 4) if after else range(3):
+            which = arith.CmpIPredicate.ult if after else arith.CmpIPredicate.ugt
+            counted = arith.cmpi(which, warp, integer(block))
+            ends = _ld_end(ref, piece, block)
+            sums = [ptx.add(s, arith.select(counted, x, ptx.constant(0))) for s, x in zip(sums, ends, strict=True)]
+        return _same_rows(sums)
+
+    return load(ref, jnp.asarray(piece, jnp.int32))
+
+
+def ld_decay_below(ref, piece, block: int) -> jax.Array:
+    """The decay of a block of 16 tokens, for rows of later blocks; 1 for others."""
+    if interpreting():
+        decay = jnp.exp2(ref[BLOCK * block + BLOCK - 1, pl.ds(piece * PIECE, PIECE)])
+        return jnp.where((_rows() // BLOCK > block)[:, None], decay, 1)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=ptx.array_type(PIECE))
+    def load(_, ref, piece):
+        _, warp = _lane_and_warp()
+        below = arith.cmpi(arith.CmpIPredicate.ugt, warp, integer(block))
+        ends = _ld_end(ref, piece, block)
+        return _same_rows([ptx.ex2(arith.select(below, x, ptx.constant(0))) for x in ends])
+
+    return load(ref, jnp.asarray(piece, jnp.int32))
+
+
+def decayed(x, sums, anchor=None) -> jax.Array:
+    """`x · 2^−|sums − anchor|`, all `[64, 32]`; without an anchor `x · 2^sums`."""
+    if interpreting():
+        return x * jnp.exp2(sums if anchor is None else -jnp.abs(sums - anchor))
+    given = [x, sums] if anchor is None else [x, sums, anchor]
+
+    @plgpu.inline_mgpu(arg_types=[WGMMA] * len(given), return_type=ptx.array_type(PIECE))
+    def multiply(_, *arrays):
+        values = []
+        for x, *exponent in zip(*map(ptx.scalars, arrays), strict=True):
+            values.append(ptx.mul(x, ptx.ex2(*exponent) if len(exponent) == 1 else _exp2_apart(*exponent)))
+        return ptx.from_scalars(values)
+
+    return multiply(*given)
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def mma_with_block(sums, left, ref, piece, block: int) -> tuple:
+    """Adds to each of `sums [64, 16]` the product of its `left [64, 32]`, bfloat16, with rows `[16 · block, + 16)` of
+    these channels of `ref [slabs, 64, 64]` (`mma.sync`)."""
+    slab, column = _slab_and_column(piece)
+    if interpreting():
+        right = ref[slab, pl.ds(BLOCK * block, BLOCK), pl.ds(column, PIECE)]
+        plgpu.commit_smem()
+        return tuple(
+            s + jnp.dot(x, right.T, preferred_element_type=jnp.float32) for s, x in zip(sums, left, strict=True)
+        )
+    count = len(sums)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(ptx.TRANSFORMS), SCALAR, *[WGMMA] * (2 * count)),
+        return_type=(ptx.array_type(BLOCK),) * count,
+    )
+    def multiply(_, ref, column, *arrays):
+        lane, _ = _lane_and_warp()
+        in_group, matrix = arith.remui(lane, integer(8)), arith.divui(lane, integer(8))
+        row = arith.addi(arith.muli(arith.divui(matrix, integer(2)), integer(8)), in_group)
+        row = arith.addi(row, integer(BLOCK * block))
+        results, left = [ptx.scalars(x) for x in arrays[:count]], [ptx.pairs(x) for x in arrays[count:]]
+        for step, right in enumerate(_ld_matrices(ref, row, arith.remui(matrix, integer(2)), column.registers[()])):
+            for x, words in zip(results, left, strict=True):
+                for tile in range(2):
+                    mine = slice(4 * tile, 4 * tile + 4)
+                    x[mine] = _mma(x[mine], words[4 * step :][:4], right[2 * tile :][:2])
+        return tuple(map(ptx.from_scalars, results))
+
+    return multiply(ref.at[pl.ds(slab, 1)], column, *sums, *left)
+
+
+def mma_own(sums, left, right) -> tuple:
+    """Adds to each of `sums [64, 16]` the product of its `left [64, 32]`, bfloat16, with the rows of the same block of
+    16 in `right` (`mma.sync`)."""
+    if interpreting():
+        group = lambda x: x.reshape(-1, BLOCK, PIECE)  # noqa: E731
+        products = [
+            jnp.einsum("nic,njc->nij", group(x), group(right), preferred_element_type=jnp.float32) for x in left
+        ]
+        return tuple(s + x.reshape(TILE_ROWS, BLOCK) for s, x in zip(sums, products, strict=True))
+    count = len(sums)
+
+    @plgpu.inline_mgpu(arg_types=[WGMMA] * (2 * count + 1), return_type=(ptx.array_type(BLOCK),) * count)
+    def multiply(_, *arrays):
+        results, left = [ptx.scalars(x) for x in arrays[:count]], [ptx.pairs(x) for x in arrays[count:-1]]
+        right = ptx.pairs(arrays[-1])
+        for step in range(0, len(right), 4):
+            for x, words in zip(results, left, strict=True):
+                for tile in range(2):  # rows 0 to 7 of the block, rows 8 to 15
+                    mine = slice(4 * tile, 4 * tile + 4)
+                    x[mine] = _mma(x[mine], words[step : step + 4], right[step + tile : step + 4 : 2])
+        return tuple(map(ptx.from_scalars, results))
+
+    return multiply(*sums, *left, right)
+
+
+def assembled(blocks, levels, diagonal=None) -> jax.Array:
+    """The lower triangle `[64, 64]` of products with the first three blocks of 16 columns and, within blocks, of those
+    of each level (see `LEVELS`): who is not its row or column has been multiplied too, and is left out here. None as
+    the diagonal is 0."""
+    if interpreting():
+        r, c = _rows()[:, None], _rows()
+        value = jnp.pad(jnp.concatenate(blocks, axis=1), ((0, 0), (0, BLOCK)))
+        for bit, level in zip(LEVELS, levels, strict=True):
+            value = jnp.where((r ^ c < 2 * bit) & (r ^ c >= bit), level[r, c % BLOCK], value)
+        value = jnp.where(r == c, 0 if diagonal is None else diagonal[r, c % BLOCK], value)
+        return jnp.where(r >= c, value, 0)
+    count = 3 + len(LEVELS) + (diagonal is not None)
+
+    @plgpu.inline_mgpu(arg_types=[WGMMA] * count, return_type=ptx.array_type(TILE_ROWS))
+    def assemble(_, *arrays):
+        registers, zero = [ptx.scalars(x) for x in arrays], ptx.constant(0)
+        blocks, (l8, *inner), rest = registers[:3], registers[3 : 3 + len(LEVELS)], registers[3 + len(LEVELS) :]
+        first, column = ptx.lane_position()
+        row, (_, warp) = arith.remui(first, integer(8)), _lane_and_warp()
+        own = [zero] * 8
+        for i in range(8):
+            if ptx.row_of(i) > i // 4:  # rows 8 to 15 of the block, columns 0 to 7
+                own[i] = l8[i]
+            if ptx.row_of(i) != i // 4:
+                continue
+            mine = arith.addi(column, integer(i % 2))
+            apart = arith.xori(row, mine)
+            value = rest[0][i] if rest else zero
+            for bit, level in zip((1, 2, 4), inner[::-1], strict=True):
+                differs = arith.cmpi(arith.CmpIPredicate.uge, apart, integer(bit))
+                value = arith.select(differs, level[i], value)
+            own[i] = arith.select(arith.cmpi(arith.CmpIPredicate.uge, row, mine), value, zero)
+        found = []
+        for block in range(4):
+            here = arith.cmpi(arith.CmpIPredicate.eq, warp, integer(block))
+            below = arith.cmpi(arith.CmpIPredicate.ugt, warp, integer(block))
+            for i in range(8):
+                outside = arith.select(below, blocks[block][i], zero) if block < 3 else zero
+                found.append(arith.select(here, own[i], outside))
+        return ptx.from_scalars(found)
+
+    return assemble(*blocks, *levels, *([] if diagonal is None else [diagonal]))
+
+
+# --- scan -------------------------------------------------------------------------------------------------------------
+
+
+def times_along_rows(x: jax.Array, ref) -> jax.Array:
+    """`x [64, H]` times float32 `ref [H]` in shared memory, entry c in all of column c (`ld.shared.v2.f32`)."""
+    if interpreting():
+        value = x * ref[...]
+        plgpu.commit_smem()
+        return value
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()), return_type=ptx.array_type(x.shape[1]))
+    def multiply(_, x, ref):
+        base, values = _offset(_start(ref), ptx.lane_position()[1], 4), ptx.scalars(x)
+        for i in range(0, len(values), 4):
+            pair = _ld_shared(base, 8 * i, 2)
+            values[i : i + 4] = [ptx.mul(v, pair[j % 2]) for j, v in enumerate(values[i : i + 4])]
+        return ptx.from_scalars(values)
+
+    return multiply(x, ref)
+
+
+def _rows():
+    return jnp.arange(TILE_ROWS, dtype=jnp.int32)
+
+
+# --- registers --------------------------------------------------------------------------------------------------------
+
+
+def _start(ref):
+    return llvm.ptrtoint(i32(), utils.memref_ptr(ref))
+
+
+def _lane_and_warp():
+    thread = ptx.thread_index()
+    return arith.remui(thread, integer(32)), arith.remui(arith.divui(thread, integer(32)), integer(4))
+
+
+def _first_channel(ref, piece):
+    """Where this thread's first channel of the piece lies in row 0."""
+    column = arith.addi(arith.muli(piece.registers[()], integer(PIECE)), ptx.lane_position()[1])
+    return _offset(_start(ref), column, 4)
+
+
+def _ld_end(ref, piece, block: int) -> list:
+    """This thread's channels of the last row of a block."""
+    row = 4 * (BLOCK * block + BLOCK - 1) * ir.MemRefType(ref.type).shape[1]
+    return sum((_ld_shared(_first_channel(ref, piece), row + 32 * n, 2) for n in range(PIECE // 8)), [])
+
+
+def _same_rows(columns: list):
+    """Pairs of channels as a tile whose rows are all alike."""
+    return ptx.from_scalars(sum((2 * columns[i : i + 2] for i in range(0, len(columns), 2)), []))
+
+
+def _ld_matrices(ref, row, second, column):
+    """For each 16 channels of a piece the words of four 8 × 8 matrices; each lane says where one row of one lies: row
+    `row` of `ref [64, 64]`, in the first 8 channels or the `second`."""
+    kind = llvm.StructType.get_literal([i32()] * 4)
+    base = arith.addi(_start(ref), arith.muli(row, integer(2 * ptx.SLAB)))
+    first = arith.addi(arith.divui(column, integer(8)), second)
+    for step in range(PIECE // 16):
+        chunk = arith.xori(arith.addi(first, integer(2 * step)), arith.remui(row, integer(8)))
+        address = arith.addi(base, arith.muli(chunk, integer(16)))
+        text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+        four = llvm.inline_asm(kind, [address], text, "=r,=r,=r,=r,r", has_side_effects=True)
+        yield [llvm.extractvalue(i32(), four, [i]) for i in range(4)]
+
+
+def _unpacked(word) -> list:
+    """The two bfloat16 of a word as float32."""
+    halves = arith.shli(word, integer(16)), arith.andi(word, integer(0xFFFF0000))
+    return [arith.bitcast(ir.F32Type.get(), x) for x in halves]
+
+
+def _exp2_apart(a, b):
+    """2^−|a − b|."""
+    text = "{ .reg .f32 x; .reg .b32 b; sub.ftz.f32 x, $1, $2; mov.b32 b, x; or.b32 b, b, 0x80000000; mov.b32 x, b;"
+    text += " ex2.approx.ftz.f32 $0, x; }"
+    return ptx._instruction(text, a, b)
+
+
+def _ld_one(address, offset: int):
+    text = f"ld.shared.f32 $0, [$1 + {offset}];"
+    return llvm.inline_asm(ir.F32Type.get(), [address], text, "=f,r", has_side_effects=True)

@@ -1,0 +1,215 @@
+"""The Hopper kernels of KDA and GLA by chunks: emulated, compiled for an H200 without one, and on a GPU."""
+
+import dataclasses
+import functools
+
+import aot
+import baseline_linear
+import compare
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle_linear
+import pytest
+from linear_cases import call, cotangents, problem, quickly
+
+import jattn
+from jattn import _dispatch
+from jattn._linear import RULES
+from jattn.linear._call import describe
+from jattn.pallas import linear_chunk as mosaic
+
+KDA, GLA = "kda", "gla"
+BF16 = ml_dtypes.bfloat16
+make = functools.partial(problem, KDA, B=1, T=130, K=1, N=1, H=128, D=64, dtype=BF16, qk_l2norm=True)
+
+
+def described(p, **options):
+    x = dict(beta=None) | p.arrays()
+    tokens = [x.pop(name) for name in ("query", "key", "value", "g", "beta")]
+    x |= dict(scale=p.scale)
+    if p.beta is not None:
+        x |= dict(qk_l2norm=p.qk_l2norm, beta_activation=p.beta_activation, gate=p.gate, lower_bound=p.lower_bound)
+    return describe(RULES[KDA if p.beta is not None else GLA], *tokens, **x, **options)
+
+
+def turned(p, layout):
+    if layout == "kv" or p.initial_state is None:
+        return p
+    return dataclasses.replace(p, initial_state=np.swapaxes(p.initial_state, -1, -2))
+
+
+def hold(p, out, state):
+    """Against the oracle, by the error rule."""
+    want, last = oracle_linear.last(p)
+    yards = list(baseline_linear.gradients(p, *cotangents(p)))
+    compare.check("out", np.asarray(out), want, [y["out"] for y in yards], p.query.dtype)
+    compare.check("state", np.asarray(state), last, [y["state"] for y in yards], p.query.dtype)
+
+
+def alike(noise, beta):
+    """Keys with a pairwise cosine of 1 / (1 + noise²), that all but erase one another, or more."""
+    p, rng = make(gates="slow"), np.random.default_rng(1)
+    key = rng.standard_normal(128) + noise * rng.standard_normal(p.key.shape)
+    return dataclasses.replace(p, key=key.astype(BF16), beta=np.full_like(p.beta, beta))
+
+
+def forgetful(log_decay):
+    """Some channels of each token forget this much, the others hardly."""
+    p = make(gates="slow")
+    some = np.random.default_rng(3).random(p.g.shape) < 0.3
+    return dataclasses.replace(p, g=np.where(some, np.float32(log_decay), p.g))
+
+
+CASES = {
+    "mixed gates": (make(), {}),
+    "gates at -5": (make(gates="bound"), {}),
+    "gates near 0": (make(gates="slow"), {}),
+    "forgetting": (make(gates="forgetting"), {}),
+    "forgetting in some channels": (forgetful(-40), {}),
+    "one key, beta 1": (alike(0.0, 1.0), {}),
+    "keys alike, beta 2": (alike(0.3, 2.0), {}),
+    "keys alike, beta 1.99": (alike(0.5, 1.99), {}),
+    "bounded gate, layout vk": (make(T=66, gate="bounded", beta_activation="sigmoid2"), dict(state_layout="vk")),
+    "softplus, groups, narrow": (make(T=17, N=2, H=64, gate="softplus", scale=0.3), {}),
+    "one token, no state": (make(T=1, state=False, qk_l2norm=False), {}),
+    "without the delta rule": (problem(GLA, B=1, T=130, K=1, N=1, H=128, D=64, dtype=BF16), {}),
+}
+
+
+# Emulated
+
+
+def emulated(call, capfd, **options):
+    assert mosaic.why_not(call.problem) is None
+    out, state, checkpoints = emulation(call.options, **options)(call.arrays)
+    assert checkpoints is None and "RACE" not in capfd.readouterr().out
+    return out, state
+
+
+@functools.cache
+def emulation(options, **how):
+    return quickly(lambda x: mosaic.forward(x, None, options, interpret=True, **how)[0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_is_the_recurrence(name, capfd):
+    p, options = CASES[name]
+    layout = options.get("state_layout", "kv")
+    out, state = emulated(described(turned(p, layout), **options), capfd)
+    assert out.dtype == BF16 and state.dtype == np.float32
+    hold(p, out, np.swapaxes(state, -1, -2) if layout == "vk" else state)
+
+
+def test_what_is_forgotten_has_no_weight(capfd):
+    """A token whose channels decay by exp(-1000) leaves nothing of those before it, bit for bit."""
+    p = make(T=64)
+    p.g[:, 37] = -1000
+    other = dataclasses.replace(p, value=p.value.copy(), initial_state=2 * p.initial_state)
+    other.value[:, :37] += 1
+    (out, state), (changed, last) = (emulated(described(x), capfd) for x in (p, other))
+    np.testing.assert_array_equal(np.asarray(out)[:, 37:], np.asarray(changed)[:, 37:])
+    np.testing.assert_array_equal(np.asarray(state), np.asarray(last))
+
+
+def test_a_prefix_is_bit_equal(capfd):
+    """Neither later tokens nor later chunks change an output, nor does a neighbour of NaN."""
+    p = make(B=2)
+    for x in p.arrays().values():
+        x[1] = np.nan
+    whole, _ = emulated(described(p), capfd)
+    first = {name: x[:1] for name, x in p.arrays().items()}
+    part, _ = emulated(described(dataclasses.replace(p, **first).tokens(0, 70)), capfd)
+    np.testing.assert_array_equal(np.asarray(whole)[:1, :70], np.asarray(part))
+
+
+# Dispatch
+
+
+def test_runs_only_when_named_and_borrows_a_backward():
+    for p in (make(), problem(GLA, B=1, T=130, K=1, N=1, H=128, D=64, dtype=BF16)):
+        call = described(p)
+        assert _dispatch.explain(call.problem, None, None).implementation == "xla"
+        options = _dispatch.resolve(call.problem, call.options, "mosaic", None)
+        assert options.implementation == "mosaic" and options.backward.implementation == "xla"
+    assert "not H=192" in mosaic.why_not(described(make(H=192)).problem)
+
+
+# Compiled without a GPU
+
+COMPILED = {
+    "one warpgroup": (KDA, dict(B=1, T=200, K=32, qk_l2norm=True)),
+    "two warpgroups, groups, gate, vk": (
+        KDA,
+        dict(B=4, T=100, K=8, layout="vk", gate="softplus", beta_activation="sigmoid2", qk_l2norm=True),
+    ),
+    "narrow, bounded gate": (KDA, dict(B=1, T=100, K=16, H=64, D=64, gate="bounded")),
+    "without the delta rule": (GLA, dict(B=4, T=64, K=32, scale=jnp.float32(0.3))),
+}
+
+
+def empty_call(op, B, T, K, N=32, H=128, D=128, layout="kv", gate=None, **options):
+    zeros = functools.partial(jnp.zeros, dtype="bfloat16")
+    if gate is not None:
+        options |= dict(gate=gate, A_log=jnp.zeros(N), dt_bias=jnp.zeros((N, H)))
+    shape = (H, D) if layout == "kv" else (D, H)
+    return describe(
+        RULES[op], zeros((B, T, K, H)), zeros((B, T, K, H)), zeros((B, T, N, D)), zeros((B, T, N, H)),
+        jnp.zeros((B, T, N)) if op == KDA else None, state_layout=layout, initial_state=jnp.zeros((B, N, *shape)),
+        **options,
+    )  # fmt: skip
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_for_an_h200(name):
+    op, options = COMPILED[name]
+    call = empty_call(op, **options)
+    assert mosaic.why_not(call.problem) is None
+    leaves, structure = jax.tree.flatten(call.arrays)
+    run = lambda *x: mosaic.forward(structure.unflatten(x), call.context, call.options)[0]  # noqa: E731
+    found = aot.compile_for_h200(run, *leaves)
+    assert found.clean, found
+
+
+# On a GPU
+
+
+def on_gpu(p, **options):
+    op = KDA if p.beta is not None else GLA
+    run = jax.jit(lambda x: call(op, p, x, return_final_state=True, implementation="mosaic", **options))
+    return run(p.arrays())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_on_a_gpu(name):
+    p, options = CASES[name]
+    layout = options.get("state_layout", "kv")
+    out, state = on_gpu(turned(p, layout), **options)
+    hold(p, out, np.swapaxes(state, -1, -2) if layout == "vk" else state)
+
+
+@pytest.mark.gpu
+def test_repeats_are_bit_equal_and_gradients_are_xlas():
+    p = make(B=2, T=300, K=4, N=8, D=128)
+    want = on_gpu(p)
+    for _ in range(50):
+        assert all(bool(jnp.array_equal(a, b)) for a, b in zip(on_gpu(p), want, strict=True))
+
+    def gradients(**options):
+        loss = lambda x: jnp.sum(call(KDA, p, x, **options).astype(jnp.float32))  # noqa: E731
+        return jax.jit(jax.grad(loss))(p.arrays())
+
+    found, wanted = gradients(implementation="mosaic"), gradients(implementation="xla", residuals="recompute")
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), found, wanted))
+
+
+@pytest.mark.gpu
+def test_vmap_on_a_gpu():
+    p = make(B=2, state=False)
+    x = p.arrays()
+    run = functools.partial(jattn.linear.kda, qk_l2norm=True, implementation="mosaic")
+    mapped = jax.vmap(lambda x: run(**x))({name: a[:, None] for name, a in x.items()})
+    assert bool(jnp.array_equal(mapped[:, 0], run(**x)))
