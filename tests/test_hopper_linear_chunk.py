@@ -96,8 +96,9 @@ def test_is_the_recurrence(name, capfd):
     hold(p, out, np.swapaxes(state, -1, -2) if layout == "vk" else state)
 
 
-def test_two_warpgroups_a_block_are_bit_equal_to_one(capfd):
-    call = described(GATED, make(GATED, T=70))
+def test_one_multiprocessor_is_bit_equal_to_many(capfd):
+    """Two warpgroups of a scan share a block, and those of the other kernel have two chunks in turn."""
+    call = described(GATED, make(GATED, T=70, N=3))
     one, two = (emulated(call, capfd, multiprocessors=n) for n in (132, 1))
     for x, y in zip(one, two, strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))

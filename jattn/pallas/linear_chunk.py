@@ -82,7 +82,8 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
 
     def run(inputs):
         prepare, scan = _KERNELS[options.rule.decay == "channel"]
-        return scan.launch(plan, inputs, prepare.launch(plan, inputs, interpret=interpret), interpret=interpret)
+        prepared = prepare.launch(plan, inputs, multiprocessors=multiprocessors, interpret=interpret)
+        return scan.launch(plan, inputs, prepared, interpret=interpret)
 
     out, state = mapped_in_turn(run, unrolled=bool(interpret))(inputs)
     return vary((out.astype(options.out_dtype), state.astype(options.state_dtype), None), axes), None

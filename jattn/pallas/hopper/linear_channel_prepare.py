@@ -176,8 +176,9 @@ def _decay_from_ends(x, piece):
         tiles.st_tile(-tiles.decayed(k, from_start), x.k_smem, piece)
 
 
-def launch(plan: Plan, inputs, *, interpret=False) -> Prepared:
-    """Runs the kernel on `Inputs`."""
+def launch(plan: Plan, inputs, *, multiprocessors: int, interpret=False) -> Prepared:
+    """Runs the kernel on `Inputs`, a thread block a chunk and head, however many multiprocessors there are."""
+    del multiprocessors
     given = {name: x for name in _INPUTS if (x := getattr(inputs, name)) is not None}
     shapes = prepared_shapes(plan)
 

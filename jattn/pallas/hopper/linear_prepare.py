@@ -1,20 +1,25 @@
 """The first of two kernels of the gated delta rule on compute capability 9.0: what chunks of 64 tokens need that do not
 know of one another. `linear_scan` is the second.
 
-A warpgroup has one chunk of one value head. With running sums G of the log decays, Γ_ij = exp(G_i − G_j) for j ≤ i, and
-norms of queries and keys in nq, nk (1 without qk_l2norm):
+With running sums G of the log decays, Γ_ij = exp(G_i − G_j) for j ≤ i, and norms of queries and keys in nq, nk (1
+without qk_l2norm), a chunk of one value head has
 
-    T = (I + tril(β_i nk_i nk_j (k kᵀ)_ij, −1))⁻¹     in float32, by substitution; the decay is not in it
+    T = (I + tril(β_i nk_i nk_j (k kᵀ)_ij, −1))⁻¹     in float32; the decay is not in it
     M = T ∘ Γ ∘ β_j                                    A = tril(scale nq_i nk_j (q kᵀ)_ij ∘ Γ)
     key = nk exp(G);   query = scale nq exp(G);   update = nk exp(G_C − G);   last = exp(G_C)
 
 so that norms, scale and gates are numbers beside products, and queries and keys are never written. Tokens past the last
 have β = 0 and g = 0: M and A are 0 there, and the state does not change.
 
+Pipeline: a thread block fills a multiprocessor with four warpgroups that do not wait for one another; each takes chunk
+after chunk, and copies the next one's queries and keys (TMA) once it has multiplied its own:
+
+    q kᵀ, A | k kᵀ | copies begin … inverses of two blocks of 32 | corner between them | M | A, M, vectors leave
+
 Floor: q and k in, M, A and the vectors out: 784 bytes a token and head, at the 4.3 TB/s of a copy 0.048 ms for T = 8192
-and 32 heads, 0.096 ms for twice as many. Prediction: 0.055 and 0.105 ms; four thread blocks on a multiprocessor, of
-some 2000 instructions a warp and chunk: 0.04 and 0.08 ms of issue. Measured on an H200: 0.112 and 0.216 ms; three
-blocks fit, and 64 dependent steps of the substitution are hidden by no more than those.
+and 32 heads, 0.096 ms for twice as many. Prediction: 0.07 and 0.13 ms, of 2400 instructions a warp and chunk, which
+take 0.045 and 0.09 ms if no cycle is lost. By substitution over all 64 rows, without copies ahead and with three
+warpgroups on a multiprocessor, 0.112 and 0.216 ms were measured on an H200.
 
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024).
 """
@@ -25,16 +30,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn._linear import CHUNK
-from jattn.pallas._compat import kernel, plgpu
+from jattn.pallas._compat import kernel, pl, plgpu
 from jattn.pallas.hopper import linear_gates as gates
 from jattn.pallas.hopper import linear_tiles, memory, ptx
 from jattn.pallas.hopper.decode_rows import along_columns
 from jattn.pallas.hopper.linear_plan import VECTORS, Plan, Prepared, copy_rows, key_head, prepared_shapes
+from jattn.pallas.hopper.linear_tiles import HALF
 from jattn.pallas.hopper.lists import i32
 
 _INPUTS = ("query", "key", "g", "beta", "scale", "A_log", "dt_bias")
 # Whatever a token before it wrote is 0 in float32 after such a decay; less would take digits from others' sums.
 _LEAST = -128.0
+_LOG2E = 1.4426950408889634
+WARPGROUPS = 4  # of a thread block, which fills a multiprocessor: no thread may have more than 128 registers
 
 
 def _kernel(
@@ -45,72 +53,119 @@ def _kernel(
     scores,  # A, [B, n, N, 64, 64]
     vectors,  # float32 [B, n, N, 4, 64]
     *,
-    # shared memory
-    q_smem,  # [2, 64, 64], in slabs of 64 columns; A and M on their way out
-    k_smem,  # [slabs of H, 64, 64]
-    numbers,  # float32 [3, 64]: g, β, nk
-    vectors_smem,  # float32 [4, 64]
-    scratch,  # float32 [64, PITCH]
+    # shared memory, of each warpgroup
+    q_smem,  # [warpgroups, slabs of H, 64, 64]
+    k_smem,  # [warpgroups, slabs of H, 64, 64]
+    squares,  # [warpgroups, 2, 64, 64]: what the inverse takes; then A and M on their way out
+    numbers,  # float32 [warpgroups, 3, 64]: G, β, nk
+    vectors_smem,  # float32 [warpgroups, 4, 64]
     # barriers
-    ready,  # TMA
+    ready,  # [warpgroups] TMA
 ):
-    block = lax.axis_index("block")
-    head, rest = lax.rem(block, i32(plan.N)), lax.div(block, i32(plan.N))
-    chunk, batch = lax.rem(rest, i32(plan.chunks)), lax.div(rest, i32(plan.chunks))
-    x = SimpleNamespace(plan=plan, **dict.fromkeys(_INPUTS), head=head, chunk=chunk, batch=batch, numbers=numbers)
+    own = dict(
+        q_smem=q_smem, k_smem=k_smem, squares=squares, numbers=numbers, vectors_smem=vectors_smem, ready=ready,
+    )  # fmt: skip
+    x = SimpleNamespace(plan=plan, own=own, **dict.fromkeys(_INPUTS), inverse=inverse, scores=scores, vectors=vectors)
     vars(x).update(inputs)
-    slabs = ptx.slabs(plan.H)
-    for array, smem in ((x.query, q_smem.at[:slabs]), (x.key, k_smem)):
-        copy_rows(plan, array, batch, chunk, key_head(plan, head), smem, ready)
-    g, beta = _gates(x)
-    plgpu.barrier_wait(ready)
-    q_norm = k_norm = None
-    if plan.options.qk_l2norm:
-        q_norm, k_norm = (_inverse_norms(smem, plan.H) for smem in (q_smem, k_smem))
-    numbers[0], numbers[1] = g, beta
-    if k_norm is not None:
-        numbers[2] = k_norm
-    plgpu.commit_smem()
-
-    q, k = (ptx.matrix(lambda _, smem=smem: smem, CHUNK, plan.H) for smem in (q_smem, k_smem))
-    qk, kk = ptx.wgmma_ss(q, k, plan.dtype), ptx.wgmma_ss(k, k, plan.dtype)
-    sums, column_sums, total = linear_tiles.prefix_sums(numbers.at[0])
-    below = ptx.numbers(i32(0), 0, CHUNK) - ptx.numbers(i32(0), 1, CHUNK)  # i − j
-    decays = jnp.exp(jnp.where(below >= 0, along_columns(sums, CHUNK) - column_sums, -jnp.inf))
-    qk, kk = ptx.wgmma_wait_group(0, qk, kk)
-
-    scale = x.scale[0] if plan.options.scale is None else jnp.float32(plan.options.scale)
-    query_factor = _same(scale) if q_norm is None else q_norm * scale
-    A, lower = qk * decays * along_columns(query_factor, CHUNK), kk * along_columns(beta, CHUNK)
-    if k_norm is not None:
-        k_norm_columns = linear_tiles.ld_shared_along_rows(numbers.at[2])
-        A, lower = A * k_norm_columns, lower * along_columns(k_norm, CHUNK) * k_norm_columns
-    A = A.astype(plan.dtype)
-    T = linear_tiles.unit_lower_inverse(jnp.where(below > 0, lower, 0.0), scratch)
-    M = T * decays * linear_tiles.ld_shared_along_rows(numbers.at[1])
-    memory.stmatrix(A, q_smem.at[0:1])  # only now have all warps met since the products that read these queries
-    memory.stmatrix(M.astype(plan.dtype), q_smem.at[1:2])
-    _write_vectors(vectors_smem, jnp.exp(sums), jnp.exp(total - sums), jnp.exp(total), query_factor, k_norm)
-    plgpu.commit_smem()
-    place = batch, chunk, head
-    plgpu.copy_smem_to_gmem(q_smem.at[0], scores.at[*place])
-    plgpu.copy_smem_to_gmem(q_smem.at[1], inverse.at[*place])
-    plgpu.copy_smem_to_gmem(vectors_smem, vectors.at[*place])
+    stride = lax.axis_size("block") * WARPGROUPS
+    first = lax.axis_index("block") * WARPGROUPS + lax.axis_index("warpgroup")
+    rounds = lax.div(_items(plan) - first + (stride - 1), i32(stride))
+    pl.when(rounds > 0)(lambda: _copy_in(_with_own(x), first))
+    lax.fori_loop(0, rounds, lambda r, _: _one_chunk(x, first + r * stride, stride), None)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _gates(x):
-    """Log decays and β of the tokens, float32 `[64]` in the ROW layout; 0 for those that do not exist."""
-    options, first = x.plan.options, x.chunk * CHUNK
+def _with_own(x):
+    """x with this warpgroup's shared memory and barriers. Where the index is taken anew, no addresses that follow from
+    it stay in registers through a loop."""
+    warpgroup = lax.axis_index("warpgroup")
+    return SimpleNamespace(**vars(x), **{name: ref.at[warpgroup] for name, ref in x.own.items()})
+
+
+def _items(plan) -> int:
+    return plan.B * plan.chunks * plan.N
+
+
+def _place(x, item):
+    """(batch, chunk, head) of an item."""
+    p = x.plan
+    head, rest = lax.rem(item, i32(p.N)), lax.div(item, i32(p.N))
+    return lax.div(rest, i32(p.chunks)), lax.rem(rest, i32(p.chunks)), head
+
+
+def _copy_in(x, item):
+    batch, chunk, head = _place(x, item)
+    for array, smem in ((x.query, x.q_smem), (x.key, x.k_smem)):
+        copy_rows(x.plan, array, batch, chunk, key_head(x.plan, head), smem, x.ready)
+
+
+def _one_chunk(x, item, stride):
+    """Writes what belongs to an item, and begins to copy what the next one takes.
+
+    Γ and k kᵀ are computed twice: kept, they would cost a quarter of the warps of a multiprocessor.
+    """
+    x = _with_own(x)
+    p, place = x.plan, _place(x, item)
+    g, beta = _gates(x, *place)
+    x.numbers[0], x.numbers[1] = g, beta
+    plgpu.barrier_wait(x.ready)
+    q, k = (ptx.matrix(lambda _, smem=smem: smem, CHUNK, p.H) for smem in (x.q_smem, x.k_smem))
+    scale = x.scale[0] if p.options.scale is None else jnp.float32(p.options.scale)
+    query_factor, row_factor, k_norm = _same(scale), beta, None
+    if p.options.qk_l2norm:
+        squares = ptx.wgmma_wait_group(0, ptx.wgmma_ss(q, q, p.dtype), ptx.wgmma_ss(k, k, p.dtype))
+        q_norm, k_norm = (gates.inverse_norm(linear_tiles.diagonal(a)) for a in squares)
+        x.numbers[2], query_factor, row_factor = k_norm, q_norm * scale, beta * k_norm
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before has left
+    plgpu.commit_smem()
+
+    beside_keys = lambda a: a if k_norm is None else a * linear_tiles.ld_shared_along_rows(x.numbers.at[2])  # noqa: E731
+    (qk,) = ptx.wgmma_wait_group(0, ptx.wgmma_ss(q, k, p.dtype))
+    A = beside_keys(qk) * along_columns(query_factor, CHUNK)
+    differences, sums, total = _differences(x)
+    below = ptx.numbers(i32(0), 0, CHUNK) >= ptx.numbers(i32(0), 1, CHUNK)
+    decays = jnp.exp2(jnp.where(below, differences, -jnp.inf))
+    memory.stmatrix((A * decays).astype(p.dtype), x.squares.at[1:2])
+    _write_vectors(x.vectors_smem, sums, total, query_factor, k_norm)
+
+    (kk,) = ptx.wgmma_wait_group(0, ptx.wgmma_ss(k, k, p.dtype))
+    plgpu.commit_smem()  # all warps are done with queries and keys
+    pl.when(item + stride < _items(p))(lambda: _copy_in(x, item + stride))
+    lower = beside_keys(kk) * along_columns(row_factor, CHUNK)
+    corner = linear_tiles.split(jnp.where(ptx.numbers(i32(0), 0, HALF) >= HALF, lower[:, :HALF], 0.0))
+    parts = linear_tiles.unit_lower_inverses(lower, x.squares.at[0:1])
+    plgpu.commit_smem()
+    parts = parts[0] + linear_tiles.corner_of_inverse(corner, *parts, x.squares.at[0:1]), parts[1]
+    plgpu.commit_smem()
+    decays = jnp.exp2(jnp.minimum(_differences(x)[0], 0.0))  # above the diagonal parts are 0
+    factors = decays * linear_tiles.ld_shared_along_rows(x.numbers.at[1])
+    for i, part in enumerate(parts):
+        part = part * factors[:, i * HALF : (i + 1) * HALF]
+        memory.stmatrix(part.astype(p.dtype), x.squares.at[0:1], i * HALF)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(x.squares.at[1], x.scores.at[*place])
+    plgpu.copy_smem_to_gmem(x.squares.at[0], x.inverse.at[*place])
+    plgpu.copy_smem_to_gmem(x.vectors_smem, x.vectors.at[*place])
+
+
+def _gates(x, batch, chunk, head):
+    """Log decays to the base 2 and β of the tokens, float32 `[64]` in the ROW layout; 0 for those that do not exist."""
+    options, first = x.plan.options, chunk * CHUNK
     rows = x.plan.T - first
-    read = lambda array: linear_tiles.ld_global_tokens(array, x.batch, first, x.head, rows)  # noqa: E731
+    read = lambda array: linear_tiles.ld_global_tokens(array, batch, first, head, rows)  # noqa: E731
     exists = ptx.row_numbers() < rows
     beta = jnp.where(exists, gates.activated(options, read(x.beta)), 0.0)
     if x.g is None:
         return _same(jnp.float32(0)), beta
-    A_log, bias = (None if a is None else a[x.head] for a in (x.A_log, x.dt_bias))
+    A_log, bias = (None if a is None else a[head] for a in (x.A_log, x.dt_bias))
     g = jnp.maximum(gates.log_decay(options, read(x.g), A_log, bias), _LEAST)
-    return jnp.where(exists, g, 0.0), beta
+    return jnp.where(exists, g * _LOG2E, 0.0), beta
+
+
+def _differences(x):
+    """G_i − G_j, G and the total, for log decays to the base 2."""
+    sums, columns, total = linear_tiles.prefix_sums(x.numbers.at[0])
+    return along_columns(sums, CHUNK) - columns, sums, total
 
 
 def _same(x):
@@ -118,19 +173,15 @@ def _same(x):
     return plgpu.layout_cast(jnp.full(CHUNK, x), ptx.ROW)
 
 
-def _inverse_norms(smem, H):
-    rows = memory.ldmatrix(smem, H).astype(jnp.float32)
-    return gates.inverse_norm(jnp.sum(rows * rows, axis=1))
-
-
-def _write_vectors(smem, decayed, rest, last, query_factor, k_norm):
+def _write_vectors(smem, sums, total, query_factor, k_norm):
+    decayed, rest = jnp.exp2(sums), jnp.exp2(total - sums)
     norm = (lambda a: a) if k_norm is None else (lambda a: a * k_norm)
-    values = dict(key=norm(decayed), query=query_factor * decayed, update=norm(rest), last=_same(last))
+    values = dict(key=norm(decayed), query=query_factor * decayed, update=norm(rest), last=_same(jnp.exp2(total)))
     for i, name in enumerate(VECTORS):
         smem[i] = values[name]
 
 
-def launch(plan: Plan, inputs, *, interpret=False) -> Prepared:
+def launch(plan: Plan, inputs, *, multiprocessors: int, interpret=False) -> Prepared:
     """Runs the kernel on `Inputs`."""
     given = {name: x for name in _INPUTS if (x := getattr(inputs, name)) is not None}
     shapes = prepared_shapes(plan)
@@ -143,23 +194,24 @@ def launch(plan: Plan, inputs, *, interpret=False) -> Prepared:
         name="jattn_linear_prepare",
         out_type=(shapes.inverse, shapes.scores, shapes.vectors),
         scratch=_scratch(plan),
-        grid={"block": plan.B * plan.chunks * plan.N},
-        warpgroups=1,
+        grid={"block": min(multiprocessors, -(-_items(plan) // WARPGROUPS))},
+        warpgroups=WARPGROUPS,
         interpret=interpret,
-        approximate=False,
+        approximate=True,
     )
     return Prepared(*launched(*given.values()))
 
 
 def _scratch(plan) -> dict:
     def smem(slabs):
-        return plgpu.SMEM((slabs, CHUNK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
+        return plgpu.SMEM((WARPGROUPS, slabs, CHUNK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
 
+    slabs = ptx.slabs(plan.H)
     return dict(
-        q_smem=smem(2),
-        k_smem=smem(ptx.slabs(plan.H)),
-        numbers=plgpu.SMEM((3, CHUNK), jnp.float32),
-        vectors_smem=plgpu.SMEM((len(VECTORS), CHUNK), jnp.float32),
-        scratch=plgpu.SMEM((CHUNK, linear_tiles.PITCH), jnp.float32),
-        ready=plgpu.Barrier(num_arrivals=2 * ptx.slabs(plan.H)),
+        q_smem=smem(slabs),
+        k_smem=smem(slabs),
+        squares=smem(2),
+        numbers=plgpu.SMEM((WARPGROUPS, 3, CHUNK), jnp.float32),
+        vectors_smem=plgpu.SMEM((WARPGROUPS, len(VECTORS), CHUNK), jnp.float32),
+        ready=plgpu.Barrier(num_arrivals=2 * slabs, num_barriers=WARPGROUPS),
     )

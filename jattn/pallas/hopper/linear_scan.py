@@ -71,6 +71,9 @@ def _kernel(
         first=part * (COLUMNS * plan.warpgroups), warpgroup=warpgroup,
     )  # fmt: skip
 
+    # Traced: the index of a loop over a constant number is int64 in 64-bit mode.
+    x.chunks = jnp.minimum(x.batch, 0) + plan.chunks
+
     @pl.when(warpgroup == plan.warpgroups)
     def _():
         plgpu.set_max_registers(_REGISTERS[1], action="decrease")
@@ -94,7 +97,7 @@ def _produce(x):
         pl.when(i >= stages)(lambda: plgpu.barrier_wait(x.free.at[slot]))
         _copy_chunk(x, i, slot)
 
-    lax.fori_loop(0, chunks, one_chunk, None)
+    lax.fori_loop(0, x.chunks, one_chunk, None)
     for i in range(max(chunks - stages, 0), chunks):  # every phase is waited for before the thread block ends
         plgpu.barrier_wait(x.free.at[i % stages])
 
@@ -118,7 +121,7 @@ def _consume(x):
     x.q, x.k = (ptx.matrix(lambda i, smem=smem: smem.at[i], CHUNK, H) for smem in (x.q_smem, x.k_smem))
     x.k_rows = ptx.matrix(lambda i: x.k_smem.at[i], CHUNK, H, along_rows=True)
     x.M, x.A = (ptx.matrix(lambda i, m=m: m.at[i], CHUNK, CHUNK) for m in (x.inverse_smem, x.scores_smem))
-    S = lax.fori_loop(0, x.plan.chunks, lambda i, S: _one_chunk(x, i, S), _initial_state(x))
+    S = lax.fori_loop(0, x.chunks, lambda i, S: _one_chunk(x, i, S), _initial_state(x))
     _write_state(x, S)
     plgpu.wait_smem_to_gmem(0)
 
@@ -136,12 +139,13 @@ def _one_chunk(x, i, S):
     z = v - vector("key") * r
     u = ptx.wgmma_rs_nt(z.astype(dtype), x.M.at(slot))
     o, u = ptx.wgmma_wait_group(0, o, u)
-    update, last = (u * vector("update")).astype(dtype), x.vectors_smem[slot, VECTORS.index("last"), 0]
-    S = ptx.wgmma_rs(S * last, update, x.k_rows.at(slot))
+    S = S * x.vectors_smem[slot, VECTORS.index("last"), 0]  # with a product in flight ptxas would wait for it first
     o = ptx.wgmma_rs_nt(u.astype(dtype), x.A.at(slot), o * vector("query"))
-    S, o = ptx.wgmma_wait_group(0, S, o)
+    S = ptx.wgmma_rs(S, (u * vector("update")).astype(dtype), x.k_rows.at(slot))
+    (o,) = ptx.wgmma_wait_group(1, o)
+    _write_out(x, i, o.astype(dtype))  # while the tensor core is at S
+    (S,) = ptx.wgmma_wait_group(0, S)
     plgpu.barrier_arrive(x.free.at[slot])
-    _write_out(x, i, o.astype(dtype))
     return S
 
 

@@ -11,7 +11,8 @@ from jattn.pallas.hopper import memory, ptx
 from jattn.pallas.hopper.ptx import SCALAR, TILE_ROWS, WGMMA, i32, integer
 
 _VOID = "!llvm.void"
-PITCH = 72  # floats from one row of an inverse's scratch to the next: pairs of columns of 4 rows meet all banks
+HALF = TILE_ROWS // 2
+_PITCH = 4 * HALF  # bytes of a row of the blocks that are inverted
 
 # --- numbers of tokens ------------------------------------------------------------------------------------------------
 
@@ -203,59 +204,88 @@ def st_global_transposed(ref, index, column, value: jax.Array) -> None:
 # --- the inverse ------------------------------------------------------------------------------------------------------
 
 
-def unit_lower_inverse(lower, scratch) -> jax.Array:
-    """`(I + lower)⁻¹` for strictly lower `lower [64, 64]`, float32 in the WGMMA layout, by substitution in float32.
+def unit_lower_inverses(lower, scratch) -> tuple[jax.Array, jax.Array]:
+    """`(I + P)⁻¹` and `(I + Q)⁻¹`, where P and Q are strictly lower: what is under the diagonal of the 32 × 32 blocks
+    on the diagonal of float32 `lower [64, 64]`, whose other entries are not used, but finite. They are columns [0, 32)
+    and [32, 64) of a matrix that is 0 elsewhere, above its diagonal too: `[64, 32]` in the WGMMA layout.
 
-    Two threads have a column of the inverse, x: x_i = δ_ic − Σ_j lower_ij x_j. One holds entries 8m to 8m + 3 of it and
-    sums over these j, the other 8m + 4 to 8m + 7; both then know x_i. Powers of `lower`, which a series takes, explode
-    where keys repeat.
+    By substitution in float32: powers of P, which a series takes, explode where keys repeat. Two threads have a column
+    of an inverse, x: x_i = δ_ic − Σ_j P_ij x_j. One holds entries 8m to 8m + 3 of it and sums over these j, the other
+    8m + 4 to 8m + 7; both then know x_i.
 
     Args:
-        scratch: float32 `[64, PITCH]` in shared memory, that nobody else reads or writes meanwhile.
+        scratch: `[1, 64, 64]` of 16 bits in shared memory, that nobody else reads or writes meanwhile; who writes to
+            it after this has met all warps.
     """
     if interpreting():
-        eye = jnp.eye(TILE_ROWS, dtype=jnp.float32)
+        parts = [_inverse(jnp.tril(lower[i : i + HALF, i : i + HALF], -1)) for i in (0, HALF)]
+        zeros = jnp.zeros((HALF, HALF), jnp.float32)
+        return jnp.concatenate([parts[0], zeros]), jnp.concatenate([zeros, parts[1]])
 
-        def row(i, inverse):
-            new = eye[i] - jnp.dot(lower[i], inverse, precision=lax.Precision.HIGHEST)
-            return jnp.where(jnp.arange(TILE_ROWS, dtype=jnp.int32)[:, None] == i, new, inverse)
-
-        return lax.fori_loop(0, TILE_ROWS, row, jnp.zeros_like(eye))
-
-    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()), return_type=ptx.array_type(TILE_ROWS))
+    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType(ptx.TRANSFORMS)), return_type=(ptx.array_type(HALF),) * 2)
     def invert(_, lower, scratch):
         start = llvm.ptrtoint(i32(), utils.memref_ptr(scratch))
         row, column = ptx.lane_position()
-        tile = _offset(_offset(start, row, 4 * PITCH), column, 4)
-        words = ptx.scalars(lower)
-        for i in range(0, len(words), 2):
-            _st_shared(tile, 4 * (8 * ptx.row_of(i) * PITCH + ptx.column_of(i)), words[i : i + 2])
+        upper = arith.cmpi(arith.CmpIPredicate.ult, row, integer(HALF))
+        words, count = ptx.scalars(lower), HALF // 2
+        block = [arith.select(upper, *pair) for pair in zip(words[:count], words[count:], strict=True)]
+        places = _float_places(start, row, column)
+        for i in range(0, count, 2):
+            _st_shared(places[i // 4], 8 * ptx.row_of(i) * _PITCH, block[i : i + 2])
         utils.warpgroup_barrier()
         thread = arith.remui(ptx.thread_index(), integer(128))
-        mine, half = arith.divui(thread, integer(2)), arith.remui(thread, integer(2))
-        entries = _substitute(_offset(start, half, 16), mine, half)
+        half, mine = arith.remui(thread, integer(2)), arith.remui(arith.divui(thread, integer(2)), integer(HALF))
+        corner = _offset(start, arith.divui(thread, integer(64)), HALF * _PITCH)
+        entries = _substitute(corner, mine, half)
         utils.warpgroup_barrier()
-        place = _offset(_offset(start, half, 16 * PITCH), mine, 4)
+        chunk = arith.xori(arith.divui(mine, integer(4)), arith.muli(half, integer(4)))
+        base = _offset(_offset(corner, half, 4 * _PITCH), arith.remui(mine, integer(4)), 4)
         for i, entry in enumerate(entries):
-            _st_shared(place, 4 * PITCH * (8 * (i // 4) + i % 4), [entry])
+            place = _offset(base, arith.xori(chunk, integer(i % 4)), 16)
+            _st_shared(place, (8 * (i // 4) + i % 4) * _PITCH, [entry])
         utils.warpgroup_barrier()
-        found = []
-        for i in range(0, len(words), 2):
-            found += _ld_shared(tile, 4 * (8 * ptx.row_of(i) * PITCH + ptx.column_of(i)), 2)
-        return ptx.from_scalars(found)
+        found = [_ld_shared(places[i // 4], 8 * ptx.row_of(i) * _PITCH, 2) for i in range(0, count, 2)]
+        found = sum(found, [])
+        zero = ptx.constant(0)
+        first = ptx.from_scalars([arith.select(upper, x, zero) for x in found])
+        return first, ptx.from_scalars([arith.select(upper, zero, x) for x in found])
 
     return invert(lower, scratch)
 
 
+def _inverse(lower):
+    """`(I + lower)⁻¹` by substitution, in interpret mode."""
+    n = lower.shape[0]
+    eye = jnp.eye(n, dtype=jnp.float32)
+
+    def row(i, inverse):
+        new = eye[i] - jnp.dot(lower[i], inverse, precision=lax.Precision.HIGHEST)
+        return jnp.where(jnp.arange(n, dtype=jnp.int32)[:, None] == i, new, inverse)
+
+    return lax.fori_loop(0, n, row, jnp.zeros_like(eye))
+
+
+def _float_places(start, row, column) -> list:
+    """Where the thread's pairs of floats of each 8 columns lie in a matrix of 32 columns, whose chunks of 16 bytes are
+    swizzled as in a slab."""
+    inside = arith.xori(arith.divui(column, integer(4)), arith.remui(row, integer(8)))
+    inside = _offset(arith.muli(arith.remui(column, integer(4)), integer(4)), inside, 16)
+    base = _offset(start, row, _PITCH)
+    return [arith.addi(base, arith.xori(inside, integer(32 * group))) for group in range(4)]
+
+
 def _substitute(start, column, half) -> list:
-    """This thread's 32 entries of its column; `start` is where its 4 of the first 8 columns of the matrix lie."""
-    zero, entries = ptx.constant(0), [ptx.constant(0)] * (TILE_ROWS // 2)
+    """This thread's 16 entries of its column of the inverse of the block at `start`."""
+    zero, entries = ptx.constant(0), [ptx.constant(0)] * (HALF // 2)
     is_half = [arith.cmpi(arith.CmpIPredicate.eq, half, integer(h)) for h in range(2)]
-    for i in range(TILE_ROWS):
+    firsts = [_offset(start, arith.xori(half, integer(odd)), 16) for odd in range(2)]  # by the swizzle of the row
+    for i in range(HALF):
+        if i % 4 == 0:
+            utils.warp_barrier()  # or the compiler reads far ahead, into registers that others need
         eight, rest = divmod(i, 8)
         sums = [zero] * 4
         for m in range(eight + (rest > 0)):
-            four = _ld_shared(start, 4 * (i * PITCH + 8 * m), 4)
+            four = _ld_shared(firsts[i % 2], i * _PITCH + 16 * (2 * m ^ i & 6), 4)
             for j in range(4 if m < eight else min(4, rest)):
                 sums[j] = ptx.fma(four[j], entries[4 * m + j], sums[j])
         total = ptx.add(ptx.add(sums[0], sums[1]), ptx.add(sums[2], sums[3]))
@@ -264,3 +294,84 @@ def _substitute(start, column, half) -> list:
         at = 4 * eight + rest % 4
         entries[at] = arith.select(is_half[rest // 4], ptx.sub(unit, total), entries[at])
     return entries
+
+
+def corner_of_inverse(corner, first, second, smem) -> jax.Array:
+    """`−(I + Q)⁻¹ X (I + P)⁻¹`, the inverse's corner under its first block, in rows 32 to 63 of float32 `[64, 32]`,
+    0 above. X is in those rows of `corner [64, 32]`, which is 0 above, split by `split`; the others are results of
+    `unit_lower_inverses`.
+
+    The products take float32 as three products of bfloat16, whose error is some 2^-16: T would lose a digit to one.
+
+    Args:
+        smem: bfloat16 `[1, 64, 64]`, in shared memory. Nobody reads it any more when this begins; who writes to it
+            next has met all warps.
+    """
+    inner = _product(corner, split(first), smem, 0)
+    plgpu.commit_smem()  # all warps have met since that read `smem`
+    return -_product(split(second), split(inner), smem, 1)
+
+
+def _product(a, b, smem, half):
+    """`a @ b[rows]` of split `[64, 32]` each, where rows are the first or second 32; through `smem`."""
+    for i, part in enumerate(b):
+        memory.stmatrix(part, smem, i * HALF)
+    plgpu.commit_smem()
+    right = ptx.matrix(lambda _: smem, TILE_ROWS, ptx.SLAB, along_rows=True).part(half, rows=HALF)
+    high, low = (right.columns_from(jnp.int32(i * HALF), columns=HALF) for i in range(2))
+    result = ptx.zeros(HALF)
+    for left, right in ((a[1], high), (a[0], low), (a[0], high)):
+        result = ptx.wgmma_rs(result, left, right)
+    (result,) = ptx.wgmma_wait_group(0, result)
+    return result
+
+
+def split(x) -> tuple[jax.Array, jax.Array]:
+    """float32 x as the sum of two of bfloat16, the first of them its upper 16 bits."""
+    if interpreting():
+        high = lax.bitcast_convert_type(x, jnp.int32) & -65536
+        high = lax.bitcast_convert_type(high, jnp.float32)
+        return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
+    narrow = plgpu.ShapeDtypeStruct(x.shape, jnp.bfloat16, layout=WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=(narrow, narrow))
+    def cut(_, x):
+        bits = [arith.bitcast(i32(), value) for value in ptx.scalars(x)]
+        highs, lows = [], []
+        for even, odd in zip(bits[::2], bits[1::2], strict=True):
+            highs.append(llvm.inline_asm(i32(), [even, odd], "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r"))
+            rests = []
+            for word in (even, odd):
+                upper = arith.bitcast(ir.F32Type.get(), arith.andi(word, integer(0xFFFF0000)))
+                rests.append(ptx.sub(arith.bitcast(ir.F32Type.get(), word), upper))
+            lows.append(llvm.inline_asm(i32(), rests, "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f"))
+        return tuple(ptx.from_pairs(words, ir.BF16Type.get()) for words in (highs, lows))
+
+    return cut(x)
+
+
+def diagonal(x) -> jax.Array:
+    """The diagonal of float32 `[64, 64]` in the WGMMA layout, `[64]` in the ROW layout."""
+    if interpreting():
+        return jnp.diagonal(x)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, ptx.ROW), return_type=ptx.row_type())
+    def take(_, x, numbers):
+        words, rows = ptx.scalars(x), ptx.scalars(numbers)
+        warp = arith.divui(rows[0], integer(16))  # has columns 16 · warp and the 15 after them of its rows
+        inside = arith.remui(rows[0], integer(8))
+        is_odd = arith.cmpi(arith.CmpIPredicate.ne, arith.remui(inside, integer(2)), integer(0))
+        lane = arith.remui(ptx.thread_index(), integer(32))
+        holder = arith.addi(arith.andi(lane, integer(28)), arith.divui(inside, integer(2)))
+        values = []
+        for i in range(2):  # the thread's first and second row
+            pairs = [words[4 * (2 * w + i) + 2 * i :][:2] for w in range(4)]
+            mine = pairs[0]
+            for w in range(1, 4):
+                is_warp = arith.cmpi(arith.CmpIPredicate.eq, warp, integer(w))
+                mine = [arith.select(is_warp, new, old) for new, old in zip(pairs[w], mine, strict=True)]
+            even, odd = (_shfl("idx", value, holder, 31) for value in mine)
+            values.append(arith.select(is_odd, odd, even))
+        return ptx.rows_from_scalars(values, numbers)
+
+    return take(x, ptx.row_numbers())
