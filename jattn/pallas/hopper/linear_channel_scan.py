@@ -62,6 +62,9 @@ def _kernel(
         batch=lax.div(rest, i32(plan.N)), first=part * (COLUMNS * plan.warpgroups), warpgroup=warpgroup,
     )  # fmt: skip
 
+    # Traced: the index of a loop over a constant number is int64 in 64-bit mode.
+    x.chunks = jnp.minimum(x.batch, 0) + plan.chunks
+
     @pl.when(warpgroup == plan.warpgroups)
     def _():
         plgpu.set_max_registers(_REGISTERS[1], action="decrease")
@@ -85,7 +88,7 @@ def _produce(x):
         pl.when(i >= stages)(lambda: plgpu.barrier_wait(x.free.at[slot]))
         _copy_chunk(x, i, slot)
 
-    lax.fori_loop(0, chunks, one_chunk, None)
+    lax.fori_loop(0, x.chunks, one_chunk, None)
     for i in range(max(chunks - stages, 0), chunks):  # every phase is waited for before the thread block ends
         plgpu.barrier_wait(x.free.at[i % stages])
 
@@ -116,7 +119,7 @@ def _consume(x):
     )
     if x.plan.options.rule.delta:
         x.erase, x.T = operand(smem.erase, H), operand(smem.inverse, CHUNK)
-    S = lax.fori_loop(0, x.plan.chunks, lambda i, S: _one_chunk(x, i, S), _initial_state(x))
+    S = lax.fori_loop(0, x.chunks, lambda i, S: _one_chunk(x, i, S), _initial_state(x))
     _write_state(x, S)
     plgpu.wait_smem_to_gmem(0)
 
