@@ -7,7 +7,6 @@ without a CSV file leaves nothing between them.
 
 import argparse
 import pathlib
-import re
 
 from benchmarks import caches, cases, decode, plots, record
 
@@ -160,26 +159,9 @@ def tables(rows):
 
 
 def cache_rows(suite):
-    """The latest rows of "decode" or "paged"; before that suite has a file, what another program measured."""
-    if (path := record.RESULTS / f"{suite}.csv").exists():
-        return record.latest(on_last_device(record.load(path)))
-    path = record.RESULTS / "h200_decode.csv"
-    rows = [_as_of_suites(row) for row in record.load(path) if "splits" not in row["call"]] if path.exists() else []
-    return [row for row in rows if (caches.parts(row["shape"])[1] is None) == (suite == "decode")]
-
-
-def _as_of_suites(row):
-    """A row of h200_decode.csv with the columns of `./run bench decode`."""
-    name, _, size = row["call"].replace("contiguous", "").strip().partition(" page of ")
-    shape = re.sub(r" (\d+/)", r" N\1", row["shape"].replace("uniform lengths", "S8192 32/8 H128"))
-    tokens = "uniform" if "uniform" in row["shape"] else "equal"
-    words = [shape, f"p{size}" * bool(size), tokens * (tokens != "equal")]
-    return dict.fromkeys(("launches", "percent_of_read", "times_unquantised", "percent_of_equal"), "") | {
-        "date": row["date"], "device": row["device"], "jax": row["jax"], "tokens": tokens, "cache": "bfloat16",
-        "shape": " ".join(filter(None, words)), "implementation": plots.KERNEL if name == "jattn" else name,
-        "us": f"{1e3 * float(row['ms']):.1f}", "gbytes_per_s": f"{1e3 * float(row['tb_per_s']):.0f}",
-        "times_cudnn": row["times_cudnn"],
-    }  # fmt: skip
+    """The latest rows of "decode" or "paged", if that suite has a file."""
+    path = record.RESULTS / f"{suite}.csv"
+    return record.latest(on_last_device(record.load(path))) if path.exists() else []
 
 
 def cache_goal(row):
