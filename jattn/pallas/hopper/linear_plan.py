@@ -12,7 +12,7 @@ from jattn.pallas.hopper import ptx
 from jattn.pallas.hopper.lists import i32
 
 COLUMNS = ptx.TILE_ROWS  # of D, of a warpgroup of the scan
-VECTORS = ("key", "query", "update", "last")  # numbers of a token, see `linear_prepare`
+VECTORS = ("beta", "key", "query", "update", "last")  # numbers of a token, see `linear_prepare`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Prepared:
 
     inverse: Any  # M, [B, n, N, 64, 64]
     scores: Any  # A, [B, n, N, 64, 64]
-    vectors: Any  # float32 [B, n, N, 4, 64]
+    vectors: Any  # float32 [B, n, N, 5, 64]
 
 
 def prepared_shapes(plan: Plan) -> Prepared:

@@ -5,18 +5,19 @@ With running sums G of the log decays, Γ_ij = exp(G_i − G_j) for j ≤ i, and
 without qk_l2norm), a chunk of one value head has
 
     T = (I + tril(β_i nk_i nk_j (k kᵀ)_ij, −1))⁻¹     in float32; the decay is not in it
-    M = T ∘ Γ ∘ β_j                                    A = tril(scale nq_i nk_j (q kᵀ)_ij ∘ Γ)
-    key = nk exp(G);   query = scale nq exp(G);   update = nk exp(G_C − G);   last = exp(G_C)
+    M = T ∘ Γ                                          A = tril(scale nq_i nk_j (q kᵀ)_ij ∘ Γ)
+    beta = β;   key = β nk exp(G);   query = scale nq exp(G);   update = nk exp(G_C − G);   last = exp(G_C)
 
-so that norms, scale and gates are numbers beside products, and queries and keys are never written. Tokens past the last
-have β = 0 and g = 0: M and A are 0 there, and the state does not change.
+so that norms, scale and gates are numbers beside products, and queries and keys are never written. β is not in M, which
+would round to bfloat16 alike in a whole column and err three times as much where keys are alike. Tokens past the last
+have β = 0 and g = 0: what M multiplies is 0 there, and the state does not change.
 
 Pipeline: a thread block fills a multiprocessor with four warpgroups that do not wait for one another; each takes chunk
 after chunk, and copies the next one's queries and keys (TMA) once it has multiplied its own:
 
     q kᵀ, A | k kᵀ | copies begin … inverses of two blocks of 32 | corner between them | M | A, M, vectors leave
 
-Floor: q and k in, M, A and the vectors out: 784 bytes a token and head, at the 4.3 TB/s of a copy 0.048 ms for T = 8192
+Floor: q and k in, M, A and the vectors out: 788 bytes a token and head, at the 4.3 TB/s of a copy 0.048 ms for T = 8192
 and 32 heads, 0.096 ms for twice as many. Prediction: 0.07 and 0.13 ms, of 2400 instructions a warp and chunk, which
 take 0.045 and 0.09 ms if no cycle is lost. Measured on an H200: 0.081 and 0.163 ms; by substitution over all 64 rows,
 without copies ahead and with three warpgroups on a multiprocessor, it was 0.112 and 0.216 ms.
@@ -51,14 +52,14 @@ def _kernel(
     # outputs (HBM)
     inverse,  # M, [B, n, N, 64, 64]
     scores,  # A, [B, n, N, 64, 64]
-    vectors,  # float32 [B, n, N, 4, 64]
+    vectors,  # float32 [B, n, N, 5, 64]
     *,
     # shared memory, of each warpgroup
     q_smem,  # [warpgroups, slabs of H, 64, 64]
     k_smem,  # [warpgroups, slabs of H, 64, 64]
     squares,  # [warpgroups, 2, 64, 64]: what the inverse takes; then A and M on their way out
-    numbers,  # float32 [warpgroups, 3, 64]: G, β, nk
-    vectors_smem,  # float32 [warpgroups, 4, 64]
+    numbers,  # float32 [warpgroups, 2, 64]: G, nk
+    vectors_smem,  # float32 [warpgroups, 5, 64]
     # barriers
     ready,  # [warpgroups] TMA
 ):
@@ -107,7 +108,7 @@ def _one_chunk(x, item, stride):
     x = _with_own(x)
     p, place = x.plan, _place(x, item)
     g, beta = _gates(x, *place)
-    x.numbers[0], x.numbers[1] = g, beta
+    x.numbers[0] = g
     plgpu.barrier_wait(x.ready)
     q, k = (ptx.matrix(lambda _, smem=smem: smem, CHUNK, p.H) for smem in (x.q_smem, x.k_smem))
     scale = x.scale[0] if p.options.scale is None else jnp.float32(p.options.scale)
@@ -115,18 +116,18 @@ def _one_chunk(x, item, stride):
     if p.options.qk_l2norm:
         squares = ptx.wgmma_wait_group(0, ptx.wgmma_ss(q, q, p.dtype), ptx.wgmma_ss(k, k, p.dtype))
         q_norm, k_norm = (gates.inverse_norm(linear_tiles.diagonal(a)) for a in squares)
-        x.numbers[2], query_factor, row_factor = k_norm, q_norm * scale, beta * k_norm
+        x.numbers[1], query_factor, row_factor = k_norm, q_norm * scale, beta * k_norm
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before has left
     plgpu.commit_smem()
 
-    beside_keys = lambda a: a if k_norm is None else a * linear_tiles.ld_shared_along_rows(x.numbers.at[2])  # noqa: E731
+    beside_keys = lambda a: a if k_norm is None else a * linear_tiles.ld_shared_along_rows(x.numbers.at[1])  # noqa: E731
     (qk,) = ptx.wgmma_wait_group(0, ptx.wgmma_ss(q, k, p.dtype))
     A = beside_keys(qk) * along_columns(query_factor, CHUNK)
     differences, sums, total = _differences(x)
     below = ptx.numbers(i32(0), 0, CHUNK) >= ptx.numbers(i32(0), 1, CHUNK)
     decays = jnp.exp2(jnp.where(below, differences, -jnp.inf))
     memory.stmatrix((A * decays).astype(p.dtype), x.squares.at[1:2])
-    _write_vectors(x.vectors_smem, sums, total, query_factor, k_norm)
+    _write_vectors(x.vectors_smem, beta, sums, total, query_factor, k_norm)
 
     (kk,) = ptx.wgmma_wait_group(0, ptx.wgmma_ss(k, k, p.dtype))
     plgpu.commit_smem()  # all warps are done with queries and keys
@@ -138,9 +139,8 @@ def _one_chunk(x, item, stride):
     parts = parts[0] + linear_tiles.corner_of_inverse(corner, *parts, x.squares.at[0:1]), parts[1]
     plgpu.commit_smem()
     decays = jnp.exp2(jnp.minimum(_differences(x)[0], 0.0))  # above the diagonal parts are 0
-    factors = decays * linear_tiles.ld_shared_along_rows(x.numbers.at[1])
     for i, part in enumerate(parts):
-        part = part * factors[:, i * HALF : (i + 1) * HALF]
+        part = part * decays[:, i * HALF : (i + 1) * HALF]
         memory.stmatrix(part.astype(p.dtype), x.squares.at[0:1], i * HALF)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(x.squares.at[1], x.scores.at[*place])
@@ -173,10 +173,13 @@ def _same(x):
     return plgpu.layout_cast(jnp.full(CHUNK, x), ptx.ROW)
 
 
-def _write_vectors(smem, sums, total, query_factor, k_norm):
+def _write_vectors(smem, beta, sums, total, query_factor, k_norm):
     decayed, rest = jnp.exp2(sums), jnp.exp2(total - sums)
     norm = (lambda a: a) if k_norm is None else (lambda a: a * k_norm)
-    values = dict(key=norm(decayed), query=query_factor * decayed, update=norm(rest), last=_same(jnp.exp2(total)))
+    values = dict(
+        beta=beta, key=beta * norm(decayed), query=query_factor * decayed, update=norm(rest),
+        last=_same(jnp.exp2(total)),
+    )  # fmt: skip
     for i, name in enumerate(VECTORS):
         smem[i] = values[name]
 
@@ -211,7 +214,7 @@ def _scratch(plan) -> dict:
         q_smem=smem(slabs),
         k_smem=smem(slabs),
         squares=smem(2),
-        numbers=plgpu.SMEM((WARPGROUPS, 3, CHUNK), jnp.float32),
+        numbers=plgpu.SMEM((WARPGROUPS, 2, CHUNK), jnp.float32),
         vectors_smem=plgpu.SMEM((WARPGROUPS, len(VECTORS), CHUNK), jnp.float32),
         ready=plgpu.Barrier(num_arrivals=2 * slabs, num_barriers=WARPGROUPS),
     )

@@ -5,14 +5,14 @@ A warpgroup has 64 columns of one head's state, transposed, in float32 registers
 one another. So that every left operand is in registers and every right one as TMA left it, all is transposed; with
 vectors along rows, for each chunk
 
-    z = vᵀ − key ∘ (S kᵀ);   u = z Mᵀ;   o = query ∘ (S qᵀ) + u Aᵀ;   S ← last · S + (update ∘ u) k
+    z = beta ∘ vᵀ − key ∘ (S kᵀ);   u = z Mᵀ;   o = query ∘ (S qᵀ) + u Aᵀ;   S ← last · S + (update ∘ u) k
 
 Pipeline: a thread block has one warpgroup or two, of the same head, and a producer that copies chunks ahead (TMA):
 
     producer     kqvMA0 kqvMA1 kqvMA2 | kqvMA3 …        waits for free slots
     consumer     S kᵀ, S qᵀ | z | u | o, S | out          waits for copies; o leaves (TMA) while S is computed
 
-Floor: 1296 bytes a token and head, at the 4.3 TB/s of a copy 0.079 ms for T = 8192 and 32 heads, 0.158 ms for
+Floor: 1300 bytes a token and head, at the 4.3 TB/s of a copy 0.079 ms for T = 8192 and 32 heads, 0.158 ms for
 B = 4, T = 4096. A chunk's products take 1024 cycles of a warpgroup alone and twice that of two, with three waits some
 1500 and 2500: 128 chunks in 0.11 ms, 64 in 0.09 ms. Prediction, with `linear_prepare`: 0.19 ms and 0.30 ms.
 Measured on an H200: 0.140 and 0.167 ms, with it 0.225 and 0.329 ms.
@@ -43,7 +43,7 @@ def _kernel(
     value,  # [B, T, N, D]
     inverse,  # M, [B, n, N, 64, 64]
     scores,  # A, [B, n, N, 64, 64]
-    vectors,  # float32 [B, n, N, 4, 64]
+    vectors,  # float32 [B, n, N, 5, 64]
     initial_state,  # [B, N, H, D] or [B, N, D, H], or None
     # outputs (HBM)
     out,  # [B, T, N, D]
@@ -55,7 +55,7 @@ def _kernel(
     v_smem,  # [stages, warpgroups, 64, 64]
     inverse_smem,  # [stages, 1, 64, 64]
     scores_smem,  # [stages, 1, 64, 64]
-    vectors_smem,  # float32 [stages, 4, 64]
+    vectors_smem,  # float32 [stages, 5, 64]
     out_smem,  # [warpgroups, 1, 64, 64]
     # barriers
     ready,  # [stages] TMA
@@ -136,7 +136,7 @@ def _one_chunk(x, i, S):
     o = ptx.wgmma_rs_nt(narrow, x.q.at(slot))
     v = linear_tiles.ldmatrix_trans(x.v_smem.at[slot, pl.ds(x.warpgroup, 1)]).astype(jnp.float32)
     (r,) = ptx.wgmma_wait_group(1, r)
-    z = v - vector("key") * r
+    z = vector("beta") * v - vector("key") * r
     u = ptx.wgmma_rs_nt(z.astype(dtype), x.M.at(slot))
     o, u = ptx.wgmma_wait_group(0, o, u)
     S = S * x.vectors_smem[slot, VECTORS.index("last"), 0]  # with a product in flight ptxas would wait for it first
