@@ -342,11 +342,11 @@ def cache_of(page_size):
     return caches.paged(KEY, VALUE, [40, 17], page_size)
 
 
-def many_queries():
+def many_queries(B=2, T=500_000, W=640):
     """A call of which only shapes exist."""
     pages, calls = jax.ShapeDtypeStruct((1400, 16, 2, 16), BF16), []
-    tables, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 640), (2,)))
-    query = jax.ShapeDtypeStruct((2, 500_000, 4, 16), BF16)
+    tables, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, W), (B,)))
+    query = jax.ShapeDtypeStruct((B, T, 4, 16), BF16)
     cache = jattn.PagedCache(pages, pages, tables, lengths)
     jax.eval_shape(lambda *args: calls.append(paged.prepare(*args)), query, cache)
     return calls[0]
@@ -367,6 +367,11 @@ REFUSED = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_refusals_name_their_reason(words):
     assert words in mosaic.why_not(REFUSED[words]().problem)
+
+
+def test_neither_sequences_nor_capacity_refuse_decoding():
+    """Another implementation would give other bits."""
+    assert all(mosaic.why_not(many_queries(B, 128, W).problem) is None for B, W in ((1, 64), (4096, 64), (4096, 8192)))
 
 
 def test_only_on_a_gpu():

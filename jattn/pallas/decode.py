@@ -22,6 +22,9 @@ __all__ = ["PLATFORM", "DecodeConfig", "choose", "forward", "why_not", "why_not_
 
 _MULTIPROCESSORS = 132  # of an H100 or H200 SXM; on a card with fewer, the rest of the blocks run afterwards
 _PARTS_BYTES = 2**31  # of all queries: each has a float32 part a split
+# A sequence's, of one key head, whose parts may be more: they are a quarter, with H = D, of the keys and values that
+# block tables have room for, and whether decoding runs here must not depend on how many sequences there are.
+_QUERIES = 256
 
 
 def forward(arrays, options, *, interpret=False, multiprocessors=_MULTIPROCESSORS):
@@ -192,8 +195,9 @@ def why_not(problem) -> str | None:
     unknown = [kind for kind in problem.mask_kinds if kind not in lowering.KINDS]
     if unknown:
         return f"the kernel does not know masks of kind {unknown[0]}"
-    queries = problem.T * (problem.B if problem.sequences is None else 1)
+    packed = problem.sequences is not None
+    queries = problem.T if packed else problem.B * problem.T
     parts = 4 * queries * problem.N * problem.D * -(-problem.S // DecodeConfig().split)
-    if parts > _PARTS_BYTES:
+    if problem.T * problem.N // problem.K > _QUERIES * (problem.B if packed else 1) and parts > _PARTS_BYTES:
         return f"the parts of {queries} queries over S={problem.S} keys would take {parts / 2**30:.1f} GiB, over 2"
     return primitives.why_not(problem.operations)

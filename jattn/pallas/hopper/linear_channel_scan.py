@@ -28,10 +28,11 @@ from jax import lax
 
 from jattn._linear import CHUNK
 from jattn.pallas._compat import kernel, pl, plgpu
-from jattn.pallas.hopper import linear_tiles, memory, ptx
+from jattn.pallas.hopper import linear_tiles, ptx
 from jattn.pallas.hopper.linear_channel_plan import Prepared
 from jattn.pallas.hopper.linear_channel_tiles import times_along_rows
 from jattn.pallas.hopper.linear_plan import COLUMNS, Plan, copy_rows
+from jattn.pallas.hopper.linear_walk import initial_state, produce, write_out, write_state
 from jattn.pallas.hopper.lists import i32
 
 _REGISTERS = 232, 40  # of a computing warpgroup's threads, of the producer's, which has nine matrices to copy
@@ -69,7 +70,7 @@ def _kernel(
     @pl.when(warpgroup == plan.warpgroups)
     def _():
         plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-        _produce(x)
+        produce(x, _copy_chunk)
 
     @pl.when(warpgroup < plan.warpgroups)
     def _():
@@ -79,19 +80,6 @@ def _kernel(
 
 
 # --- producer ---------------------------------------------------------------------------------------------------------
-
-
-def _produce(x):
-    stages, chunks = x.plan.stages, x.plan.chunks
-
-    def one_chunk(i, _):
-        slot = lax.rem(i, i32(stages))
-        pl.when(i >= stages)(lambda: plgpu.barrier_wait(x.free.at[slot]))
-        _copy_chunk(x, i, slot)
-
-    lax.fori_loop(0, x.chunks, one_chunk, None)
-    for i in range(max(chunks - stages, 0), chunks):  # every phase is waited for before the thread block ends
-        plgpu.barrier_wait(x.free.at[i % stages])
 
 
 def _copy_chunk(x, i, slot):
@@ -120,8 +108,8 @@ def _consume(x):
     )
     if x.plan.options.rule.delta:
         x.erase, x.T = operand(smem.erase, H), operand(smem.inverse, CHUNK)
-    S = lax.fori_loop(0, x.chunks, lambda i, S: _one_chunk(x, i, S), _initial_state(x))
-    _write_state(x, S)
+    S = lax.fori_loop(0, x.chunks, lambda i, S: _one_chunk(x, i, S), initial_state(x))
+    write_state(x, S)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -145,33 +133,8 @@ def _one_chunk(x, i, S):
     o = ptx.wgmma_rs_nt(u, x.A.at(slot), o)
     S, o = ptx.wgmma_wait_group(0, S, o)
     plgpu.barrier_arrive(x.free.at[slot])
-    _write_out(x, i, o.astype(dtype))
+    write_out(x, i, o.astype(dtype))
     return S
-
-
-def _write_out(x, i, o):
-    smem = x.out_smem.at[x.warpgroup]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the chunk before has left the staging memory
-    linear_tiles.stmatrix_trans(o, smem)
-    plgpu.commit_smem()
-    rows = x.out.at[x.batch, pl.ds(i * CHUNK, CHUNK), x.head]
-    plgpu.copy_smem_to_gmem(smem.at[0], rows.at[:, pl.ds(x.column, COLUMNS)])  # nothing past the last token
-
-
-def _initial_state(x):
-    if x.initial_state is None:
-        return ptx.zeros(x.plan.H)
-    if x.plan.options.state_layout == "kv":
-        return memory.ld_global(x.initial_state, x.batch, x.head, i32(0), x.column, x.plan.H, transposed=True)
-    return memory.ld_global(x.initial_state, x.batch, x.head, x.column, i32(0), x.plan.H)
-
-
-def _write_state(x, S):
-    index = x.batch * x.plan.N + x.head
-    if x.plan.options.state_layout == "kv":
-        linear_tiles.st_global_transposed(x.state, index, x.column, S)
-    else:
-        memory.st_global(x.state, (index, x.column, i32(0)), S, i32(COLUMNS))
 
 
 # --- host -------------------------------------------------------------------------------------------------------------
