@@ -76,7 +76,7 @@ class Residuals:
 
     states: Any  # [B, n, N, H, D]: that which enters each chunk
     scores: Any = None  # [B, n, N, 64, 64]: A of mode="chunk" for decays by channel, see reference/linear_chunk.py
-    inverse: Any = None  # [B, n, N, 64, 64]: T, or T₀ for decays by head, of mode="chunk" with the delta rule
+    inverse: Any = None  # [B, n, N, 64, 64]: T of mode="chunk" with the delta rule
 
 
 @jax.tree_util.register_dataclass

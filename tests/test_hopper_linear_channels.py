@@ -169,13 +169,14 @@ def empty_call(op, B, T, K, N=32, H=128, D=128, layout="kv", gate=None, **option
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize("rest", [False, True])
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiles_for_an_h200(name):
+def test_compiles_for_an_h200(name, rest):
     op, options = COMPILED[name]
     call = empty_call(op, **options)
     assert mosaic.why_not(call.problem) is None
     leaves, structure = jax.tree.flatten(call.arrays)
-    run = lambda *x: mosaic.forward(structure.unflatten(x), call.context, call.options)[0]  # noqa: E731
+    run = lambda *x: mosaic.forward(structure.unflatten(x), call.context, call.options, rest=rest)  # noqa: E731
     found = aot.compile_for_h200(run, *leaves)
     assert found.clean, found
 

@@ -13,12 +13,14 @@ import numpy as np
 import oracle_linear
 import pytest
 from linear_cases import call, cotangents, problem, quickly
+from linear_cases import hold as hold_all
 
 import jattn
 from jattn import _dispatch
-from jattn._linear import RULES
+from jattn._linear import RULES, Context
 from jattn.linear._call import describe
 from jattn.pallas import linear_chunk as mosaic
+from jattn.reference import linear
 
 GATED, PLAIN = "gated_delta_rule", "delta_rule"
 BF16 = ml_dtypes.bfloat16
@@ -135,8 +137,27 @@ def test_no_tokens():
     p = make(GATED, T=64)
     call = described(GATED, p.tokens(0, 0))
     (out, state, _), rest = mosaic.forward(call.arrays, call.context, call.options)
-    assert out.shape == (1, 0, 1, 128) and rest is None
+    assert out.shape == (1, 0, 1, 128) and rest.states.shape == (1, 0, 1, 128, 128)
     np.testing.assert_array_equal(np.asarray(state), p.initial_state)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_keeps_what_any_backward_reads(D, capfd):
+    """The gradients that "xla" makes of the residuals of these kernels."""
+    p = make(GATED, D=D)
+    call, (dout, dfinal) = described(GATED, p), cotangents(p)
+    context = Context()
+
+    def run(arrays, *cotangents):
+        results, rest = mosaic.forward(arrays, context, call.options, interpret=True)
+        options = dataclasses.replace(call.options, config=linear.SpanConfig(1))
+        return results[0], linear.backward(arrays, context, options, rest, (*cotangents, None))
+
+    out, got = quickly(run)(call.arrays, dout, dfinal)
+    assert "RACE" not in capfd.readouterr().out
+    got = {name: x for name in p.arrays() if (x := getattr(got, name)) is not None}
+    truth = oracle_linear.backward(p, dout, dfinal) | {"out": oracle_linear.last(p)[0]}
+    hold_all("from residuals", got | {"out": out}, truth, list(baseline_linear.gradients(p, dout, dfinal)), BF16)
 
 
 # Dispatch
@@ -200,13 +221,14 @@ def empty_call(op, B, T, K, N=32, H=128, D=128, state=False, layout="kv", gate=N
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize("rest", [False, True])
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiles_for_an_h200(name):
+def test_compiles_for_an_h200(name, rest):
     op, options = COMPILED[name]
     call = empty_call(op, **options)
     assert mosaic.why_not(call.problem) is None
     leaves, structure = jax.tree.flatten(call.arrays)
-    run = lambda *x: mosaic.forward(structure.unflatten(x), call.context, call.options)[0]  # noqa: E731
+    run = lambda *x: mosaic.forward(structure.unflatten(x), call.context, call.options, rest=rest)  # noqa: E731
     found = aot.compile_for_h200(run, *leaves)
     assert found.clean, found
 

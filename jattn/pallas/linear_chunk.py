@@ -1,19 +1,20 @@
 """`implementation="mosaic"` of the delta rules and of GLA: what the Hopper kernels need, and their reasons.
 
 The kernels are in `jattn.pallas.hopper`: `linear_prepare` and `linear_scan` for one decay a head,
-`linear_channel_prepare` and `linear_channel_scan` for one a channel. The backward is another implementation's, which
-computes the forward again: nothing is saved.
+`linear_channel_prepare` and `linear_channel_scan` for one a channel. The backward is another implementation's.
 """
 
 import dataclasses
 
 import jax.numpy as jnp
 
+from jattn._linear import Context, Residuals
 from jattn._varying import unvary, vary, varying_axes
 from jattn.pallas._compat import mapped_in_turn
 from jattn.pallas.attention import PLATFORM, why_not_here
 from jattn.pallas.hopper import linear_channel_prepare, linear_channel_scan, linear_prepare, linear_scan
 from jattn.pallas.hopper.linear_plan import Inputs, Plan, warpgroups_of
+from jattn.reference import linear
 
 __all__ = ["PLATFORM", "ChunkConfig", "choose", "forward", "why_not", "why_not_here"]
 
@@ -56,37 +57,43 @@ def why_not(problem) -> str | None:
 
 
 def forward(arrays, context, options, *, rest=True, interpret=False, multiprocessors=_MULTIPROCESSORS):
-    """`((out, final state, None), None)`; see `_linear` for the arguments. There are no residuals.
+    """`((out, final state, None), Residuals or None)`; see `_linear` for the arguments.
 
     Args:
+        rest: whether a backward follows; residuals="recompute" leaves it nothing.
         interpret: emulate the kernels on the CPU, with race detection.
         multiprocessors: of the device.
     """
     axes = varying_axes(arrays)
     arrays = unvary(arrays)  # the body of a kernel is not about them
     (B, T, K, H), (N, D) = arrays.query.shape, arrays.value.shape[2:]
-    if 0 in (B, T):
-        state = arrays.initial_state
-        state = jnp.zeros((B, N, H, D), options.state_dtype) if state is None else state.astype(options.state_dtype)
-        return vary((jnp.zeros(arrays.value.shape, options.out_dtype), state, None), axes), None
+    if 0 in (B, T):  # nothing to launch
+        options = dataclasses.replace(options, config=linear.SpanConfig(1))
+        return vary(linear.forward(arrays, Context(), options, rest=rest), axes)
+    save, by_channel = rest and options.residuals == "save", options.rule.decay == "channel"
     plan = Plan(
-        B=B, T=T, N=N, K=K, H=H, D=D, options=_compiled(options),
-        warpgroups=warpgroups_of(B * N, D, multiprocessors), stages=2 if options.rule.decay == "channel" else 3,
+        B=B, T=T, N=N, K=K, H=H, D=D, options=_compiled(options), warpgroups=warpgroups_of(B * N, D, multiprocessors),
+        stages=2 if save or by_channel else 3, save=save,
     )  # fmt: skip
+
+    def run(inputs):
+        prepare, scan = _KERNELS[by_channel]
+        prepared = prepare.launch(plan, inputs, multiprocessors=multiprocessors, interpret=interpret)
+        out, state, states = scan.launch(plan, inputs, prepared, interpret=interpret)
+        scores = prepared.scores if save and by_channel else None
+        return out, state, Residuals(states, scores, prepared.inverse) if save else None
+
+    out, state, saved = mapped_in_turn(run, unrolled=bool(interpret))(_inputs(arrays))
+    return vary(((out.astype(options.out_dtype), state.astype(options.state_dtype), None), saved), axes)
+
+
+def _inputs(arrays) -> Inputs:
     wide = lambda x: None if x is None else x.astype(jnp.float32)  # noqa: E731
-    inputs = Inputs(
+    return Inputs(
         query=arrays.query, key=arrays.key, value=arrays.value, g=_narrow(arrays.g), beta=_narrow(arrays.beta),
         scale=None if arrays.scale is None else wide(arrays.scale).reshape(1), A_log=wide(arrays.A_log),
         dt_bias=wide(arrays.dt_bias), initial_state=arrays.initial_state,
     )  # fmt: skip
-
-    def run(inputs):
-        prepare, scan = _KERNELS[options.rule.decay == "channel"]
-        prepared = prepare.launch(plan, inputs, multiprocessors=multiprocessors, interpret=interpret)
-        return scan.launch(plan, inputs, prepared, interpret=interpret)
-
-    out, state = mapped_in_turn(run, unrolled=bool(interpret))(inputs)
-    return vary((out.astype(options.out_dtype), state.astype(options.state_dtype), None), axes), None
 
 
 def _narrow(x):

@@ -9,8 +9,8 @@ gradient of S':
 
     du = Aᵀ do + (R k) D;   dz = Tᵀ du;   dS = exp(G_C) D + (E q)ᵀ do − (E k)ᵀ (β dz)
 
-For a decay that is one number a head, P = (q kᵀ) ∘ Γ with Γ_ij = exp(G_i − G_j), and T = T₀ ∘ Γ, where T₀ is the
-inverse without any decay: it does not wait for the gate, and its backward never divides by Γ.
+and dL = −tril(dz uᵀ, −1), as u solves (I + L) u = z. For a decay that is one number a head, P = (q kᵀ) ∘ Γ with
+Γ_ij = exp(G_i − G_j), and T = T₀ ∘ Γ, where T₀ is the inverse without any decay.
 
 Sources: Yang et al., "Gated Delta Networks" (2024) and "Parallelizing Linear Transformers with the Delta Rule" (2024);
 Kimi Team, "Kimi Linear" (2025).
@@ -31,7 +31,6 @@ from jattn.reference.linear_scores import (
     decays,
     decays_backward,
     inverse,
-    inverse_backward,
     scores,
     scores_backward,
     upto,
@@ -44,7 +43,7 @@ class Saved:
     """What the backward does not compute again: [B, N, s, C, C] each, in the inputs' precision."""
 
     scores: Any  # A; None for decays by head, where it costs one product
-    inverse: Any  # T, or T₀ for decays by head; None without the delta rule
+    inverse: Any  # T; None without the delta rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +70,7 @@ def forward(x: Operands, runs, walk, carry, chunks, storage):
     `walk.enter` and `walk.leave` carry the state over the ends of packed sequences; `chunks` are its rows of the table.
     """
     decay = Decay.make(x, runs)
-    A, inverse_, T = _matrices(x, decay, runs)
+    A, T = _matrices(x, decay, runs)
     beta_T = None if T is None else T * jnp.swapaxes(x.beta, -1, -2)
     qE, kE, kR = x.q * decay.E, x.k * decay.E, x.k * decay.R
 
@@ -88,23 +87,19 @@ def forward(x: Operands, runs, walk, carry, chunks, storage):
     out = einsum("bnsch,sbnhd->bnscd", qE, entering)
     out = out + einsum("...ij,...jd->...id", A, jnp.moveaxis(u, 0, 2))
     by_channel = decay.gamma is None
-    saved = Saved(A.astype(storage) if by_channel else None, None if inverse_ is None else inverse_.astype(storage))
+    saved = Saved(A.astype(storage) if by_channel else None, None if T is None else T.astype(storage))
     return carry, out, entering, states, saved
 
 
 def _matrices(x, decay, runs):
-    """A, what is saved of the inverse, and T; the latter two None without the delta rule."""
+    """A, and T, which is None without the delta rule."""
     if decay.gamma is None:
         if x.beta is None:
-            return scores(x.q, x.k, x.g, runs), None, None
+            return scores(x.q, x.k, x.g, runs), None
         A, P = scores(jnp.stack([x.q, x.k]), x.k, x.g, runs)
-        T = inverse(jnp.tril(x.beta * P, -1))
-        return A, T, T
+        return A, inverse(jnp.tril(x.beta * P, -1))
     A = einsum("...ih,...jh->...ij", x.q, x.k) * decay.gamma
-    if x.beta is None:
-        return A, None, None
-    T0 = inverse(_undecayed(x, runs))
-    return A, T0, T0 * decay.gamma
+    return A, None if x.beta is None else inverse(_undecayed(x, runs)) * decay.gamma
 
 
 def _undecayed(x, runs):
@@ -120,7 +115,7 @@ def backward(x: Operands, runs, walk, carry, chunks, entering, saved: Saved, dou
     """
     decay = Decay.make(x, runs)
     entering = entering.astype(x.q.dtype)
-    A, inverse_, T = _restored(x, decay, saved)
+    A, T = _restored(x, decay, saved)
     qE, kE, kR = x.q * decay.E, x.k * decay.E, x.k * decay.R
     du_out = einsum("...ij,...id->...jd", A, dout)
     dS_out = einsum("...ch,...cd->...hd", qE, dout)
@@ -138,18 +133,17 @@ def backward(x: Operands, runs, walk, carry, chunks, entering, saved: Saved, dou
     xs = _by_chunk((kE, kR, decay.last, du_out, dS_out, T, beta))
     carry, (D, du) = lax.scan(step, carry, (xs, chunks, dstates), reverse=True)
     S, D, du = (jnp.moveaxis(a, 0, 2) for a in (entering, D, du))
-    return carry, _gradients(x, runs, decay, A, inverse_, T, S, D, du, dout)
+    return carry, _gradients(x, runs, decay, A, T, S, D, du, dout)
 
 
 def _restored(x, decay, saved):
     T = None if saved.inverse is None else saved.inverse.astype(x.q.dtype)
     if decay.gamma is None:
-        return saved.scores.astype(x.q.dtype), T, T
-    A = einsum("...ih,...jh->...ij", x.q, x.k) * decay.gamma
-    return A, T, None if T is None else T * decay.gamma
+        return saved.scores.astype(x.q.dtype), T
+    return einsum("...ih,...jh->...ij", x.q, x.k) * decay.gamma, T
 
 
-def _gradients(x, runs, decay, A, inverse_, T, S, D, du, dout):
+def _gradients(x, runs, decay, A, T, S, D, du, dout):
     """Everything that chunks do not wait for one another with."""
     kE, kR = x.k * decay.E, x.k * decay.R
     u, z, rest = x.v, None, None
@@ -162,17 +156,17 @@ def _gradients(x, runs, decay, A, inverse_, T, S, D, du, dout):
     dk = decay.R * dkR
     from_start, to_end = x.q * dq, kR * dkR
     across = decay.last * jnp.swapaxes(jnp.sum(S * D, axis=-1, keepdims=True), -1, -2)
-    dv, dbeta, dT = du, None, None
+    dv, dbeta, dL = du, None, None
     if T is not None:
         dz = einsum("...ij,...id->...jd", T, du)
         dv = x.beta * dz
         dbeta = jnp.sum(dz * rest, axis=-1, keepdims=True)
         dkE = -einsum("...cd,...hd->...ch", dv, S)
         dk, from_start = dk + decay.E * dkE, from_start + kE * dkE
-        dT = einsum("...id,...jd->...ij", du, z)
+        dL = -jnp.tril(einsum("...id,...jd->...ij", dz, u), -1)  # u = T z solves (I + L) u = z
     dA = jnp.tril(einsum("...id,...jd->...ij", dout, u))
     within = _within_by_channel if decay.gamma is None else _within_by_head
-    dq_in, dk_in, dbeta_in, dg = within(x, runs, decay, A, inverse_, dA, dT)
+    dq_in, dk_in, dbeta_in, dg = within(x, runs, decay, A, dA, dL)
     dbeta = None if dbeta is None else dbeta + dbeta_in
     if x.g.shape[-1] == 1:
         from_start, to_end, across = (jnp.sum(a, axis=-1, keepdims=True) for a in (from_start, to_end, across))
@@ -180,27 +174,26 @@ def _gradients(x, runs, decay, A, inverse_, T, S, D, du, dout):
     return Operands(dq + dq_in, dk + dk_in, dv, dg, dbeta)
 
 
-def _within_by_channel(x, runs, decay, A, T, dA, dT):
+def _within_by_channel(x, runs, decay, A, dA, dL):
     """Gradients through the scores of a chunk: (dq, dk, dbeta, dg)."""
-    if dT is None:
+    if dL is None:
         dq, dk, dg = scores_backward(dA, x.q, x.k, x.g, runs)
         return dq, dk, None, dg
-    dL = inverse_backward(dT, T)
     rows = jnp.stack([x.q, x.beta * x.k])
     (dq, r), dk, dg = scores_backward(jnp.stack([dA, dL]), rows, x.k, x.g, runs)
     return dq, dk[0] + dk[1] + x.beta * r, jnp.sum(r * x.k, axis=-1, keepdims=True), dg[0] + dg[1]
 
 
-def _within_by_head(x, runs, decay, A, T0, dA, dT):
+def _within_by_head(x, runs, decay, A, dA, dL):
     X = dA * decay.gamma
     dq, dk = einsum("...ij,...jh->...ih", X, x.k), einsum("...ij,...ih->...jh", X, x.q)
     Z, dbeta = dA * A, None
-    if dT is not None:
-        dL = inverse_backward(dT * decay.gamma, T0)
-        r = einsum("...ij,...jh->...ih", dL, x.k)
-        dk = dk + x.beta * r + einsum("...ij,...ih->...jh", dL, x.beta * x.k)
+    if dL is not None:
+        Y = dL * decay.gamma
+        r = einsum("...ij,...jh->...ih", Y, x.k)
+        dk = dk + x.beta * r + einsum("...ij,...ih->...jh", Y, x.beta * x.k)
         dbeta = jnp.sum(r * x.k, axis=-1, keepdims=True)
-        Z = Z + dT * T0 * decay.gamma
+        Z = Z + x.beta * Y * einsum("...ih,...jh->...ij", x.k, x.k)
     return dq, dk, dbeta, decays_backward(Z)
 
 

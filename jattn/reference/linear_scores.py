@@ -99,11 +99,6 @@ def inverse(L):
     return T[..., 0, :, :]
 
 
-def inverse_backward(dT, T):
-    """The gradient of L from that of its inverse."""
-    return -jnp.tril(einsum("...ji,...jk,...lk->...il", T, dT, T), -1)
-
-
 def split(P):
     """The diagonal [..., C] of P, and its corners Q [..., C / 2b, b, b] for b = 1, 2, 4, ... as in the sketch above."""
     blocks, corners = P[..., None, :, :], []

@@ -31,8 +31,8 @@ from jattn.pallas._compat import kernel, pl, plgpu
 from jattn.pallas.hopper import linear_tiles, ptx
 from jattn.pallas.hopper.linear_channel_plan import Prepared
 from jattn.pallas.hopper.linear_channel_tiles import times_along_rows
-from jattn.pallas.hopper.linear_plan import COLUMNS, Plan, copy_rows
-from jattn.pallas.hopper.linear_walk import initial_state, produce, write_out, write_state
+from jattn.pallas.hopper.linear_plan import COLUMNS, Plan, copy_rows, saved_states
+from jattn.pallas.hopper.linear_walk import initial_state, produce, states_smem, write_entering, write_out, write_state
 from jattn.pallas.hopper.lists import i32
 
 _REGISTERS = 232, 40  # of a computing warpgroup's threads, of the producer's, which has nine matrices to copy
@@ -47,11 +47,13 @@ def _kernel(
     # outputs (HBM)
     out,  # [B, T, N, D]
     state,  # float32 [B * N, H, D], or [B * N, D, 1, H]
+    states=None,  # that enter each chunk, [B, n, N, H, D]; None without plan.save
     *,
     # shared memory, matrices in slabs of 64 columns
     v_smem,  # [stages, warpgroups, 64, 64]
     matrices,  # `Prepared`, each [stages, slabs or 1, 64, 64]; the vector float32 [stages, ·]
     out_smem,  # [warpgroups, 1, 64, 64]
+    states_smem=None,  # [warpgroups, slabs of H, 64, 64]
     # barriers
     ready,  # [stages] TMA
     free,  # [stages] every warpgroup is done with the chunk
@@ -59,8 +61,9 @@ def _kernel(
     warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
     part, rest = lax.rem(block, i32(plan.parts)), lax.div(block, i32(plan.parts))
     x = SimpleNamespace(
-        plan=plan, value=value, prepared=prepared, initial_state=initial_state, out=out, state=state, v_smem=v_smem,
-        matrices=matrices, out_smem=out_smem, ready=ready, free=free, head=lax.rem(rest, i32(plan.N)),
+        plan=plan, value=value, prepared=prepared, initial_state=initial_state, out=out, state=state, states=states,
+        states_smem=states_smem, v_smem=v_smem, matrices=matrices, out_smem=out_smem, ready=ready, free=free,
+        head=lax.rem(rest, i32(plan.N)),
         batch=lax.div(rest, i32(plan.N)), first=part * (COLUMNS * plan.warpgroups), warpgroup=warpgroup,
     )  # fmt: skip
 
@@ -122,13 +125,16 @@ def _one_chunk(x, i, S):
     if x.plan.options.rule.delta:
         z = ptx.wgmma_rs_nt(narrow, x.erase.at(slot), u.astype(jnp.float32))
         o = ptx.wgmma_rs_nt(narrow, x.query.at(slot))
+        write_entering(x, i, narrow)
         (z,) = ptx.wgmma_wait_group(1, z)
         z = times_along_rows(z, x.matrices.vector.at[slot, pl.ds(x.plan.H, CHUNK)])
         u = ptx.wgmma_rs_nt(z.astype(dtype), x.T.at(slot))
         o, u = ptx.wgmma_wait_group(0, o, u)
         u = u.astype(dtype)
     else:
-        (o,) = ptx.wgmma_wait_group(0, ptx.wgmma_rs_nt(narrow, x.query.at(slot)))
+        o = ptx.wgmma_rs_nt(narrow, x.query.at(slot))
+        write_entering(x, i, narrow)
+        (o,) = ptx.wgmma_wait_group(0, o)
     S = ptx.wgmma_rs(times_along_rows(S, x.matrices.vector.at[slot, pl.ds(0, x.plan.H)]), u, x.update.at(slot))
     o = ptx.wgmma_rs_nt(u, x.A.at(slot), o)
     S, o = ptx.wgmma_wait_group(0, S, o)
@@ -141,7 +147,7 @@ def _one_chunk(x, i, S):
 
 
 def launch(plan: Plan, inputs, prepared, *, interpret=False):
-    """Runs the kernel: `(out [B, T, N, D], state float32 [B, N, H, D], or [B, N, D, H])`."""
+    """Runs the kernel: `(out [B, T, N, D], state float32 [B, N, H, D], or [B, N, D, H], states or None)`."""
     given = prepared.all
     states = [] if inputs.initial_state is None else [inputs.initial_state]
 
@@ -152,12 +158,13 @@ def launch(plan: Plan, inputs, prepared, *, interpret=False):
 
     heads, by_keys = plan.B * plan.N, plan.options.state_layout == "kv"
     shape = (heads, plan.H, plan.D) if by_keys else (heads, plan.D, 1, plan.H)
-    out, state = kernel(
+    out, state, *saved = kernel(
         body,
         name="jattn_linear_channel_scan",
         out_type=(
             jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.D), plan.dtype),
             jax.ShapeDtypeStruct(shape, jnp.float32),
+            *saved_states(plan),
         ),
         scratch=_scratch(plan, given),
         grid={"block": heads * plan.parts},
@@ -165,7 +172,8 @@ def launch(plan: Plan, inputs, prepared, *, interpret=False):
         interpret=interpret,
         approximate=False,
     )(inputs.value, *given, *states)
-    return out, state.reshape(plan.B, plan.N, *((plan.H, plan.D) if by_keys else (plan.D, plan.H)))
+    state = state.reshape(plan.B, plan.N, *((plan.H, plan.D) if by_keys else (plan.D, plan.H)))
+    return out, state, saved[0] if plan.save else None
 
 
 def _scratch(plan, given) -> dict:
@@ -180,7 +188,7 @@ def _scratch(plan, given) -> dict:
         rooms[f"matrix{i}"] = plgpu.SMEM((stages, *array.shape[3:]), "float32") if is_vector else smem(stages, slabs)
         copies += slabs
     return rooms | dict(
-        v_smem=smem(stages, plan.warpgroups), out_smem=smem(plan.warpgroups, 1),
+        v_smem=smem(stages, plan.warpgroups), out_smem=smem(plan.warpgroups, 1), **states_smem(plan),
         ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=stages),
     )  # fmt: skip

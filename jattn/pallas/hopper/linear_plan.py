@@ -28,6 +28,7 @@ class Plan:
     options: Any  # the call's `Options`
     warpgroups: int  # of a thread block of the scan, that compute
     stages: int = 3  # chunks of it that are copied ahead
+    save: bool = False  # the state that enters each chunk, for a backward
     dtype: str = "bfloat16"
 
     @property
@@ -76,6 +77,12 @@ def prepared_shapes(plan: Plan) -> Prepared:
     each = (plan.B, plan.chunks, plan.N)
     square = jax.ShapeDtypeStruct((*each, CHUNK, CHUNK), plan.dtype)
     return Prepared(square, square, jax.ShapeDtypeStruct((*each, len(VECTORS), CHUNK), "float32"))
+
+
+def saved_states(plan: Plan) -> tuple:
+    """Shapes of the scan's outputs that only a backward reads: the state entering each chunk, [B, n, N, H, D]."""
+    shape = (plan.B, plan.chunks, plan.N, plan.H, plan.D)
+    return (jax.ShapeDtypeStruct(shape, plan.dtype),) if plan.save else ()
 
 
 def copy_rows(plan, array, batch, chunk, head, smem, barrier, first=0):

@@ -29,8 +29,8 @@ from jax import lax
 from jattn._linear import CHUNK
 from jattn.pallas._compat import kernel, pl, plgpu
 from jattn.pallas.hopper import linear_tiles, ptx
-from jattn.pallas.hopper.linear_plan import COLUMNS, VECTORS, Plan, copy_rows, key_head
-from jattn.pallas.hopper.linear_walk import initial_state, produce, write_out, write_state
+from jattn.pallas.hopper.linear_plan import COLUMNS, VECTORS, Plan, copy_rows, key_head, saved_states
+from jattn.pallas.hopper.linear_walk import initial_state, produce, states_smem, write_entering, write_out, write_state
 from jattn.pallas.hopper.lists import i32
 
 _REGISTERS = 240, 24  # of a computing warpgroup's threads, of the producer's
@@ -49,6 +49,7 @@ def _kernel(
     # outputs (HBM)
     out,  # [B, T, N, D]
     state,  # float32 [B * N, H, D], or [B * N, D, 1, H]
+    states=None,  # that enter each chunk, [B, n, N, H, D]; None without plan.save
     *,
     # shared memory, matrices in slabs of 64 columns
     q_smem,  # [stages, slabs of H, 64, 64]
@@ -58,6 +59,7 @@ def _kernel(
     scores_smem,  # [stages, 1, 64, 64]
     vectors_smem,  # float32 [stages, 5, 64]
     out_smem,  # [warpgroups, 1, 64, 64]
+    states_smem=None,  # [warpgroups, slabs of H, 64, 64]
     # barriers
     ready,  # [stages] TMA
     free,  # [stages] every warpgroup is done with the chunk
@@ -66,7 +68,8 @@ def _kernel(
     part, rest = lax.rem(block, i32(plan.parts)), lax.div(block, i32(plan.parts))
     x = SimpleNamespace(
         plan=plan, query=query, key=key, value=value, inverse=inverse, scores=scores, vectors=vectors,
-        initial_state=initial_state, out=out, state=state, q_smem=q_smem, k_smem=k_smem, v_smem=v_smem,
+        initial_state=initial_state, out=out, state=state, states=states, states_smem=states_smem,
+        q_smem=q_smem, k_smem=k_smem, v_smem=v_smem,
         inverse_smem=inverse_smem, scores_smem=scores_smem, vectors_smem=vectors_smem, out_smem=out_smem, ready=ready,
         free=free, head=lax.rem(rest, i32(plan.N)), batch=lax.div(rest, i32(plan.N)),
         first=part * (COLUMNS * plan.warpgroups), warpgroup=warpgroup,
@@ -122,6 +125,7 @@ def _one_chunk(x, i, S):
     narrow = S.astype(dtype)
     r = ptx.wgmma_rs_nt(narrow, x.k.at(slot))
     o = ptx.wgmma_rs_nt(narrow, x.q.at(slot))
+    write_entering(x, i, narrow)
     v = linear_tiles.ldmatrix_trans(x.v_smem.at[slot, pl.ds(x.warpgroup, 1)]).astype(jnp.float32)
     (r,) = ptx.wgmma_wait_group(1, r)
     z = vector("beta") * v - vector("key") * r
@@ -141,7 +145,7 @@ def _one_chunk(x, i, S):
 
 
 def launch(plan: Plan, inputs, prepared, *, interpret=False):
-    """Runs the kernel: `(out [B, T, N, D], state float32 [B, N, H, D], or [B, N, D, H])`."""
+    """Runs the kernel: `(out [B, T, N, D], state float32 [B, N, H, D], or [B, N, D, H], states or None)`."""
     operands = [inputs.query, inputs.key, inputs.value, prepared.inverse, prepared.scores, prepared.vectors]
     states = [] if inputs.initial_state is None else [inputs.initial_state]
 
@@ -151,12 +155,13 @@ def launch(plan: Plan, inputs, prepared, *, interpret=False):
 
     heads, by_keys = plan.B * plan.N, plan.options.state_layout == "kv"
     shape = (heads, plan.H, plan.D) if by_keys else (heads, plan.D, 1, plan.H)
-    out, state = kernel(
+    out, state, *saved = kernel(
         body,
         name="jattn_linear_scan",
         out_type=(
             jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.D), plan.dtype),
             jax.ShapeDtypeStruct(shape, jnp.float32),
+            *saved_states(plan),
         ),
         scratch=_scratch(plan),
         grid={"block": heads * plan.parts},
@@ -164,7 +169,8 @@ def launch(plan: Plan, inputs, prepared, *, interpret=False):
         interpret=interpret,
         approximate=False,
     )(*operands, *states)
-    return out, state.reshape(plan.B, plan.N, *((plan.H, plan.D) if by_keys else (plan.D, plan.H)))
+    state = state.reshape(plan.B, plan.N, *((plan.H, plan.D) if by_keys else (plan.D, plan.H)))
+    return out, state, saved[0] if plan.save else None
 
 
 def _scratch(plan) -> dict:
@@ -177,6 +183,7 @@ def _scratch(plan) -> dict:
         q_smem=smem(stages, slabs), k_smem=smem(stages, slabs), v_smem=smem(stages, plan.warpgroups),
         inverse_smem=smem(stages, 1), scores_smem=smem(stages, 1),
         vectors_smem=plgpu.SMEM((stages, len(VECTORS), CHUNK), jnp.float32), out_smem=smem(plan.warpgroups, 1),
+        **states_smem(plan),
         ready=plgpu.Barrier(num_arrivals=2 * slabs + plan.warpgroups + 3, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=stages),
     )  # fmt: skip

@@ -27,11 +27,36 @@ def produce(x, copy_chunk):
 def write_out(x, i, o):
     """The i-th chunk's output, transposed `[64, 64]`, through shared memory (TMA)."""
     smem = x.out_smem.at[x.warpgroup]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the chunk before has left the staging memory
+    _wait_for_staging(x)
     linear_tiles.stmatrix_trans(o, smem)
     plgpu.commit_smem()
     rows = x.out.at[x.batch, pl.ds(i * CHUNK, CHUNK), x.head]
     plgpu.copy_smem_to_gmem(smem.at[0], rows.at[:, pl.ds(x.column, COLUMNS)])  # nothing past the last token
+
+
+def write_entering(x, i, narrow):
+    """The state `[64, H]` that enters the i-th chunk, transposed, where a backward wants it."""
+    if not x.plan.save:
+        return
+    smem = x.states_smem.at[x.warpgroup]
+    _wait_for_staging(x)
+    for slab in range(ptx.slabs(x.plan.H)):
+        linear_tiles.stmatrix_trans(narrow[:, slab * ptx.SLAB : (slab + 1) * ptx.SLAB], smem.at[pl.ds(slab, 1)])
+    plgpu.commit_smem()
+    states = x.states.at[x.batch, i, x.head]
+    for slab in range(ptx.slabs(x.plan.H)):
+        part = states.at[pl.ds(slab * ptx.SLAB, ptx.SLAB), pl.ds(x.column, COLUMNS)]
+        plgpu.copy_smem_to_gmem(smem.at[slab], part, commit_group=slab == ptx.slabs(x.plan.H) - 1)
+
+
+def _wait_for_staging(x):
+    """What the chunk before had written there has left; with states, these and outputs are written in turn."""
+    plgpu.wait_smem_to_gmem(int(x.plan.save), wait_read_only=True)
+
+
+def states_smem(plan) -> dict:
+    shape = (plan.warpgroups, ptx.slabs(plan.H), CHUNK, ptx.SLAB)
+    return dict(states_smem=plgpu.SMEM(shape, plan.dtype, transforms=ptx.TRANSFORMS)) if plan.save else {}
 
 
 def initial_state(x):
