@@ -67,7 +67,7 @@ def _kernel(
     for array, smem in ((x.query, q_smem), (x.key, k_smem)):
         copy_rows(plan, array, batch, chunk, key_head(plan, head), smem, ready)
     delta, pieces = plan.options.rule.delta, plan.H // tiles.PIECE
-    beta = _beta(x) if delta else None
+    beta = activated_beta(x) if delta else None
     _sum_log_decays(x)
     tiles.st_decay(sums, vector.at[pl.ds(0, plan.H)])
     plgpu.barrier_wait(ready)
@@ -101,7 +101,7 @@ def _kernel(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _beta(x):
+def activated_beta(x):
     """β of the tokens, float32 `[64]` in the ROW layout; 0 for those that do not exist."""
     raw = linear_tiles.ld_global_tokens(x.beta, x.batch, x.chunk * CHUNK, x.head, x.rows)
     return jnp.where(ptx.row_numbers() < x.rows, gates.activated(x.plan.options, raw), 0.0)
