@@ -133,8 +133,8 @@ def _no_delta(x):
     (dk,) = ptx.wgmma_wait_group(0, ptx.wgmma_ss(x.u, D, p.dtype))
     tiles.st_global_tiles(x.parts.across, x.tile + pieces, dk.astype(p.dtype))
     for i in range(0, p.H, CHUNK):
-        rows = [(tiles.ldmatrix_rows(x.S_smem.at[pl.ds(slab, 1)], i), _D_rows(x.D_smem, slab, i)) for slab in _slabs(x)]
-        x.vector[pl.ds(i, CHUNK)] = _row_sums(rows)
+        pairs = ((_square(x.S_smem, slab, i), _square(x.D_smem, slab, i)) for slab in _slabs(x))
+        x.vector[pl.ds(i, CHUNK)] = _row_sums(pairs)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(x.squares.at[0], x.parts.squares.at[(*x.place, 0)])
     plgpu.copy_smem_to_gmem(x.vector, x.parts.vector.at[x.place])
@@ -154,8 +154,7 @@ def _delta(x, whole):
     v = memory.ldmatrix(x.v_smem, p.D).astype(jnp.float32)
     (rest,) = ptx.wgmma_wait_group(0, ptx.wgmma_nn(v, erase, whole(x.S_smem, p.D, p.H, **by_rows), p.dtype))
     plgpu.barrier_wait(x.second)
-    dz = memory.ldmatrix(x.dz_smem, p.D).astype(jnp.float32)
-    x.vector[pl.ds(p.H, CHUNK)] = jnp.sum(dz * rest, axis=1)
+    x.vector[pl.ds(p.H, CHUNK)] = _row_sums((rest[:, _columns(i)], _square(x.dz_smem, i)) for i in _slabs(x))
     memory.stmatrix((along_columns(beta, p.D) * rest).astype(p.dtype), x.v_smem)
     for i, left, factor in ((0, x.do, None), (2, dz_matrix, -beta)):
         (found,) = ptx.wgmma_wait_group(0, ptx.wgmma_ss(left, x.S, p.dtype))
@@ -171,15 +170,16 @@ def _delta(x, whole):
     plgpu.commit_smem()
     found = ptx.wgmma_ss(x.do, x.u, p.dtype), ptx.wgmma_ss(dz_matrix, x.u, p.dtype)
     dA, dL = ptx.wgmma_wait_group(0, *found)
-    dz = memory.ldmatrix(x.dz_smem, p.D).astype(jnp.float32)
-    dv = (along_columns(beta, p.D) * dz).astype(p.dtype)
+    beside = along_columns(beta, ptx.SLAB)
+    dv = [(beside * _square(x.dz_smem, i).astype(jnp.float32)).astype(p.dtype) for i in _slabs(x)]
     plgpu.commit_smem()  # do, dz and u in shared memory have been read
     for i, smem in zip(range(0, p.H, CHUNK), (x.do_smem, x.dz_smem), strict=False):
         _copy_state(x, x.states, smem, x.fourth, pl.ds(i, CHUNK))
     larger = jnp.where(jnp.abs(beta) < LEAST_BETA, jnp.float32(LEAST_BETA), beta)
     memory.stmatrix(_lower(dA, 0).astype(p.dtype), x.squares.at[0:1])
     memory.stmatrix((_lower(dL, 1) * along_columns(-larger, CHUNK)).astype(p.dtype), x.squares.at[1:2])
-    memory.stmatrix(dv, x.v_smem)
+    for i in _slabs(x):
+        memory.stmatrix(dv[i], x.v_smem.at[pl.ds(i, 1)])
     plgpu.commit_smem()
     for i in range(2):
         plgpu.copy_smem_to_gmem(x.squares.at[i], x.parts.squares.at[(*x.place, i)])
@@ -191,8 +191,7 @@ def _delta(x, whole):
     tiles.st_global_tiles(x.parts.across, x.tile + pieces, dk.astype(p.dtype))
     plgpu.barrier_wait(x.fourth)
     for i, smem in zip(range(0, p.H, CHUNK), (x.do_smem, x.dz_smem), strict=False):
-        rows = [(memory.ldmatrix(smem.at[pl.ds(slab, 1)], CHUNK), _D_rows(x.S_smem, slab, i)) for slab in _slabs(x)]
-        x.vector[pl.ds(i, CHUNK)] = _row_sums(rows)
+        x.vector[pl.ds(i, CHUNK)] = _row_sums((_square(smem, slab), _square(x.S_smem, slab, i)) for slab in _slabs(x))
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(x.vector, x.parts.vector.at[x.place])
 
@@ -201,7 +200,12 @@ def _slabs(x):
     return range(ptx.slabs(x.plan.D))
 
 
-def _D_rows(smem, slab, first):
+def _columns(slab):
+    return slice(slab * ptx.SLAB, (slab + 1) * ptx.SLAB)
+
+
+def _square(smem, slab, first=0):
+    """64 rows of a slab, from the `first` on."""
     return tiles.ldmatrix_rows(smem.at[pl.ds(slab, 1)], first)
 
 
