@@ -47,7 +47,9 @@ LEAST_BETA = 1e-18
 class Parts:
     """What this kernel leaves to `linear_channel_backward_scores`."""
 
-    across: Any  # do Sᵀ, u Dᵀ and, with the delta rule, −β dz Sᵀ: tiles [B · n · N · (3 or 2) · H / 32, 2, 128, 8]
+    across: (
+        Any  # scale do Sᵀ, u Dᵀ and, with the delta rule, −β dz Sᵀ: tiles [B · n · N · (3 or 2) · H / 32, 2, 128, 8]
+    )
     squares: Any  # dA and, with the delta rule, β dL: [B, n, N, 2 or 1, 64, 64]
     vector: Any  # float32 [B, n, N, H + 64]: rowsum(S ∘ D), then rowsum(dz ∘ rest), or nothing
 
@@ -127,8 +129,8 @@ def _no_delta(x):
     plgpu.barrier_wait(x.second)
     dA, dq = ptx.wgmma_ss(x.do, x.u, p.dtype), ptx.wgmma_ss(x.do, x.S, p.dtype)
     dA, dq = ptx.wgmma_wait_group(0, dA, dq)
-    memory.stmatrix(_lower(dA, 0).astype(p.dtype), x.squares)
-    tiles.st_global_tiles(x.parts.across, x.tile, dq.astype(p.dtype))
+    memory.stmatrix(_lower(dA * jnp.float32(p.options.scale), 0).astype(p.dtype), x.squares)
+    tiles.st_global_tiles(x.parts.across, x.tile, (dq * jnp.float32(p.options.scale)).astype(p.dtype))
     plgpu.barrier_wait(x.third)
     (dk,) = ptx.wgmma_wait_group(0, ptx.wgmma_ss(x.u, D, p.dtype))
     tiles.st_global_tiles(x.parts.across, x.tile + pieces, dk.astype(p.dtype))
@@ -156,9 +158,9 @@ def _delta(x, whole):
     plgpu.barrier_wait(x.second)
     x.vector[pl.ds(p.H, CHUNK)] = _row_sums((rest[:, _columns(i)], _square(x.dz_smem, i)) for i in _slabs(x))
     memory.stmatrix((along_columns(beta, p.D) * rest).astype(p.dtype), x.v_smem)
-    for i, left, factor in ((0, x.do, None), (2, dz_matrix, -beta)):
+    for i, left, factor in ((0, x.do, jnp.float32(p.options.scale)), (2, dz_matrix, along_columns(-beta, p.H))):
         (found,) = ptx.wgmma_wait_group(0, ptx.wgmma_ss(left, x.S, p.dtype))
-        found = found if factor is None else found * along_columns(factor, p.H)
+        found = found * factor
         tiles.st_global_tiles(x.parts.across, x.tile + i * pieces, found.astype(p.dtype))
     plgpu.commit_smem()  # S has been read, z is written
     _copy_state(x, x.dstates, x.S_smem, x.third)
@@ -176,8 +178,8 @@ def _delta(x, whole):
     for i, smem in zip(range(0, p.H, CHUNK), (x.do_smem, x.dz_smem), strict=False):
         _copy_state(x, x.states, smem, x.fourth, pl.ds(i, CHUNK))
     larger = jnp.where(jnp.abs(beta) < LEAST_BETA, jnp.float32(LEAST_BETA), beta)
-    memory.stmatrix(_lower(dA, 0).astype(p.dtype), x.squares.at[0:1])
-    memory.stmatrix((_lower(dL, 1) * along_columns(-larger, CHUNK)).astype(p.dtype), x.squares.at[1:2])
+    memory.stmatrix(_lower(dA * jnp.float32(p.options.scale), 0).astype(p.dtype), x.squares.at[0:1])
+    memory.stmatrix(_lower(dL * along_columns(-larger, CHUNK), 1).astype(p.dtype), x.squares.at[1:2])
     for i in _slabs(x):
         memory.stmatrix(dv[i], x.v_smem.at[pl.ds(i, 1)])
     plgpu.commit_smem()

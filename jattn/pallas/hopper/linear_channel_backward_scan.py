@@ -1,5 +1,5 @@
-"""The second kernel of the backward of KDA and GLA on compute capability 9.0: the walk over the chunks of a sequence, from
-the last to the first. Matrices come from `linear_channel_prepare`; `linear_channel_backward_chunk` is next.
+"""The second kernel of the backward of KDA and GLA on compute capability 9.0: the walk over the chunks of a sequence,
+from the last to the first. Matrices come from `linear_channel_prepare`; `linear_channel_backward_chunk` is next.
 
 The mirror of `linear_channel_scan`: a warpgroup has 64 columns of the gradient D of one head's state, transposed, in
 float32 registers: D [64, H], whose rows do not know of one another. Every left operand is in registers and every right

@@ -4,11 +4,24 @@ equivalent in plain jnp for interpret mode.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jattn.pallas._compat import arith, interpreting, ir, llvm, plgpu, utils
-from jattn.pallas.hopper import memory, ptx
-from jattn.pallas.hopper.linear_channel_tiles import PIECE
-from jattn.pallas.hopper.linear_tiles import _VOID, _offset
+from jattn.pallas._compat import arith, interpreting, ir, llvm, pl, plgpu, utils
+from jattn.pallas.hopper import linear_tiles, memory, ptx
+from jattn.pallas.hopper.linear_channel_tiles import (
+    BLOCK,
+    PIECE,
+    _exp2_apart,
+    _first_channel,
+    _lane_and_warp,
+    _ld_end,
+    _ld_one,
+    _same_rows,
+    _slab_and_column,
+    ld_tile,
+)
+from jattn.pallas.hopper.linear_tiles import _VOID, _ld_shared, _offset, _st_shared, _transposed_addresses
+from jattn.pallas.hopper.mma import _mma, _packed, _transposed
 from jattn.pallas.hopper.ptx import SCALAR, TILE_ROWS, WGMMA, i32, integer
 
 TILE = (2, 128, 8)  # how bfloat16 [64, 32] lies in HBM between two kernels: pieces of 16 bytes of the threads
@@ -81,18 +94,406 @@ def ldmatrix_rows(ref, first: int) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((TILE_ROWS, TILE_ROWS), dtype, layout=WGMMA),
     )
     def load(_, ref):
-        thread = ptx.thread_index()
-        lane, warp = arith.remui(thread, integer(32)), arith.remui(arith.divui(thread, integer(32)), integer(4))
-        in_group, matrix = arith.remui(lane, integer(8)), arith.divui(lane, integer(8))
-        row = arith.addi(in_group, arith.muli(arith.remui(matrix, integer(2)), integer(8)))
-        row = arith.addi(arith.addi(row, arith.muli(warp, integer(16))), integer(first))
-        base = _offset(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), row, 2 * ptx.SLAB)
-        words, kind = [], llvm.StructType.get_literal([i32()] * 4)
-        for group in range(0, 8, 2):
-            chunk = arith.xori(arith.addi(arith.divui(matrix, integer(2)), integer(group)), in_group)
-            text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
-            four = llvm.inline_asm(kind, [_offset(base, chunk, 16)], text, "=r,=r,=r,=r,r", has_side_effects=True)
-            words += [llvm.extractvalue(i32(), four, [i]) for i in range(4)]
+        words = sum((_ld_four(address, "") for address in _square_addresses(ref, first)), [])
         return ptx.from_pairs(words, ir.MemRefType(ref.type).element_type)
 
     return load(ref)
+
+
+# --- products of the scores' gradients --------------------------------------------------------------------------------
+
+
+def ld_blocks(ref, *, transposed: bool) -> jax.Array:
+    """bfloat16 `ref [1, 64, 64]`, lower triangular, without its blocks of 16 × 16 on the diagonal; or its transpose."""
+    if interpreting():
+        r = jnp.arange(TILE_ROWS, dtype=jnp.int32) // BLOCK
+        value = jnp.where(r[:, None] > r, ref[0], 0)
+        plgpu.commit_smem()
+        return value.T if transposed else value
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(ptx.TRANSFORMS),),
+        return_type=plgpu.ShapeDtypeStruct((TILE_ROWS, TILE_ROWS), ref.dtype, layout=WGMMA),
+    )
+    def load(_, ref):
+        (_, warp), words = _lane_and_warp(), []
+        if transposed:
+            addresses, form = _transposed_addresses(ref), ".trans"
+        else:
+            addresses, form = _square_addresses(ref, 0), ""
+        for block, address in enumerate(addresses):
+            keep = arith.cmpi(arith.CmpIPredicate.ult if transposed else arith.CmpIPredicate.ugt, warp, integer(block))
+            words += [arith.select(keep, x, integer(0)) for x in _ld_four(address, form)]
+        return ptx.from_pairs(words, ir.MemRefType(ref.type).element_type)
+
+    return load(ref)
+
+
+def ld_decay_above(ref, piece, block: int) -> jax.Array:
+    """The decay of a block of 16 tokens, from its sums, for rows of earlier blocks; 1 for others."""
+    if interpreting():
+        decay = jnp.exp2(ref[BLOCK * block + BLOCK - 1, pl.ds(piece * PIECE, PIECE)])
+        return jnp.where((jnp.arange(TILE_ROWS, dtype=jnp.int32) // BLOCK < block)[:, None], decay, 1)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=ptx.array_type(PIECE))
+    def load(_, ref, piece):
+        _, warp = _lane_and_warp()
+        above = arith.cmpi(arith.CmpIPredicate.ult, warp, integer(block))
+        ends = _ld_end(ref, piece, block)
+        return _same_rows([ptx.ex2(arith.select(above, x, ptx.constant(0))) for x in ends])
+
+    return load(ref, jnp.asarray(piece, jnp.int32))
+
+
+def add_level(state, q, k, sums, anchor, dA, dL, bit: int) -> tuple:
+    """Adds what pairs of tokens of a block give that first differ in `bit` (see `linear_channel_tiles.LEVELS`).
+
+    A token is a row of these pairs if it has the bit, else a column, and both are decayed over |sums − anchor|. So one
+    product has dL, with its transpose above the diagonal, and all k; the other dA, likewise, with the rows' q and the
+    columns' k, and gives the columns' gradients of k and the rows' of q. Each gradient times what it is the gradient
+    of, as the product had it, is added to w, of columns with a minus: pairs on one side of a token cancel bit for bit
+    up to float32.
+
+    Args:
+        state: gradients of q, k, w `[64, 32]` and, with dL, the rows' part of w for dL, of which sums along rows are
+            wanted: `[64, 8]`.
+        dA, dL: bfloat16 `[1, 64, 64]` in shared memory, 0 above the diagonal; dL None without the delta rule.
+    """
+    squares = [dA] if dL is None else [dA, dL]
+    if interpreting():
+        return _add_level(state, q, k, sums, anchor, [s[0] for s in squares], bit)
+    count = len(state)
+
+    @plgpu.inline_mgpu(
+        arg_types=(*[WGMMA] * (count + 4), *[plgpu.RefType(ptx.TRANSFORMS)] * len(squares)),
+        return_type=tuple(ptx.array_type(x.shape[1]) for x in state),
+    )
+    def add(_, *operands):
+        dq, dk, w, *own = map(ptx.scalars, operands[:count])
+        q, k, sums, anchor = map(ptx.scalars, operands[count : count + 4])
+        lane, _ = _lane_and_warp()
+        row = arith.divui(lane, integer(4))
+        is_row = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(row, integer(bit)), integer(0))
+        sign = arith.select(is_row, ptx.constant(1), ptx.constant(-1))
+        mine = lambda i: ptx.row_of(i) if bit == 8 else None  # noqa: E731
+        decay = [_exp2_apart(*x) for x in zip(sums, anchor, strict=True)]
+        both = zip(k, q, strict=True)
+        mixed = [(x, y)[mine(i)] if bit == 8 else arith.select(is_row, y, x) for i, (x, y) in enumerate(both)]
+        results = []
+        for source, square in zip((mixed, k), operands[count + 4 :], strict=False):
+            words = [_packed(*pair) for pair in _pairs(ptx.mul(x, d) for x, d in zip(source, decay, strict=True))]
+            right, left = [_transposed(x) for x in words], _level(square, lane, bit)
+            product = [_mma([ptx.constant(0)] * 4, left, right[n : n + 2]) for n in range(0, len(right), 2)]
+            results.append((sum(map(unpacked, words), []), sum(product, [])))
+        zero = ptx.constant(0)
+        own_sums = [zero, zero]
+        for i, d in enumerate(decay):
+            (x, a), *rest = [(x[i], a[i]) for x, a in results]
+            if bit == 8:
+                target = dq if mine(i) else dk
+                target[i] = ptx.fma(d, a, target[i])
+            else:
+                dq[i] = ptx.fma(arith.select(is_row, d, zero), a, dq[i])
+                dk[i] = ptx.fma(arith.select(is_row, zero, d), a, dk[i])
+            part = ptx.mul(x, a)
+            for x, a in rest:  # noqa: B020
+                dk[i] = ptx.fma(d, a, dk[i])
+                own_sums[ptx.row_of(i)] = ptx.fma(x, a, own_sums[ptx.row_of(i)])
+                part = ptx.fma(x, a, part)
+            factor = sign if bit < 8 else ptx.constant(1 if mine(i) else -1)
+            w[i] = ptx.fma(factor, part, w[i])
+        for total in own:
+            for half, x in enumerate(own_sums):
+                if bit < 8:
+                    x = arith.select(is_row, x, zero)
+                if bit < 8 or half:
+                    total[2 * half] = ptx.add(total[2 * half], x)
+        return tuple(map(ptx.from_scalars, (dq, dk, w, *own)))
+
+    return add(*state, q, k, sums, anchor, *squares)
+
+
+def _add_level(state, q, k, sums, anchor, squares, bit):
+    """`add_level` in interpret mode."""
+    dq, dk, w, *own = state
+    plgpu.commit_smem()
+    tokens = jnp.arange(TILE_ROWS, dtype=jnp.int32)
+    is_row, apart = (tokens & bit != 0)[:, None], tokens[:, None] ^ tokens
+    here = (apart >= bit) & (apart < 2 * bit)
+    decay = jnp.exp2(-jnp.abs(sums - anchor))
+    mixed, results = jnp.where(is_row, q, k), []
+    for source, square in zip((mixed, k), squares, strict=False):
+        x = (source * decay).astype(square.dtype)
+        both = jnp.where(here, square + square.T, 0)
+        results.append((x.astype(jnp.float32), jnp.dot(both, x, preferred_element_type=jnp.float32)))
+    (x, a), *rest = results
+    dq, dk = dq + jnp.where(is_row, decay * a, 0), dk + jnp.where(is_row, 0, decay * a)
+    part = x * a
+    for x, a in rest:  # noqa: B020
+        dk, part = dk + decay * a, part + x * a
+        rows = jnp.sum(jnp.where(is_row, x * a, 0), axis=1, keepdims=True)
+        own = [own[0] + jnp.pad(rows, ((0, 0), (0, 7)))]
+    return dq, dk, w + jnp.where(is_row, part, -part), *own
+
+
+def add_to_sums(sums, x) -> jax.Array:
+    """`sums [64, 8]`, of which sums along rows are wanted, and x `[64, 32]`."""
+    if interpreting():
+        return sums + jnp.pad(jnp.sum(x, axis=1, keepdims=True), ((0, 0), (0, 7)))
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, WGMMA), return_type=ptx.array_type(8))
+    def add(_, sums, x):
+        values = ptx.scalars(sums)
+        for i, v in enumerate(ptx.scalars(x)):
+            values[i % 4] = ptx.add(values[i % 4], v)
+        return ptx.from_scalars(values)
+
+    return add(sums, x)
+
+
+def _level(square, lane, bit: int) -> list:
+    """The left operand: of the warp's block of 16 × 16, with its transpose, who differs first in this bit."""
+    a, b = (list(_ld_four(_own_address(square), form)) for form in ("", ".trans"))
+    zero = integer(0)
+    if bit == 8:
+        return [zero, a[1], b[1], zero]
+    row, column = arith.divui(lane, integer(4)), arith.muli(arith.remui(lane, integer(4)), integer(2))
+    apart = arith.andi(arith.xori(row, column), integer(6))
+    if bit > 1:
+        wanted = arith.andi(apart, integer(4)) if bit == 4 else apart
+        mask = arith.select(arith.cmpi(arith.CmpIPredicate.eq, wanted, integer(bit)), integer(0xFFFFFFFF), zero)
+    else:
+        is_odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(row, integer(1)), zero)
+        mask = arith.select(is_odd, integer(0xFFFF), integer(0xFFFF0000))
+        mask = arith.select(arith.cmpi(arith.CmpIPredicate.eq, apart, zero), mask, zero)
+    return [arith.andi(arith.ori(a[0], b[0]), mask), zero, zero, arith.andi(arith.ori(a[3], b[3]), mask)]
+
+
+def _own_address(square):
+    """For `ldmatrix` of the warp's block of 16 × 16: rows 0 to 7, rows 8 to 15 of its first 8 columns; of its last."""
+    lane, warp = _lane_and_warp()
+    in_group, matrix = arith.remui(lane, integer(8)), arith.divui(lane, integer(8))
+    row = arith.addi(in_group, arith.muli(arith.remui(matrix, integer(2)), integer(8)))
+    row = arith.addi(row, arith.muli(warp, integer(BLOCK)))
+    chunk = arith.addi(arith.muli(warp, integer(2)), arith.divui(matrix, integer(2)))
+    base = _offset(llvm.ptrtoint(i32(), utils.memref_ptr(square)), row, 2 * ptx.SLAB)
+    return _offset(base, arith.xori(chunk, in_group), 16)
+
+
+def diagonal(ref) -> jax.Array:
+    """The diagonal of bfloat16 `ref [1, 64, 64]`, float32 `[64]` in the ROW layout."""
+    return linear_tiles.diagonal(memory.ldmatrix(ref, TILE_ROWS).astype(jnp.float32))
+
+
+# --- sums over tokens -------------------------------------------------------------------------------------------------
+
+
+def block_suffix_sums(x) -> jax.Array:
+    """Σ_{i ≥ s} x_i over tokens i of the block of 16 of each token s, of float32 `[64, 32]`."""
+    if interpreting():
+        blocks = x.reshape(-1, BLOCK, x.shape[1])
+        return jnp.flip(jnp.cumsum(jnp.flip(blocks, 1), axis=1), 1).reshape(x.shape)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=ptx.array_type(x.shape[1]))
+    def add_up(_, x):
+        lane, _ = _lane_and_warp()
+        values = ptx.scalars(x)
+        for step in (4, 8, 16):  # 1, 2 and 4 tokens
+            has = arith.cmpi(arith.CmpIPredicate.ult, lane, integer(32 - step))
+            for i, v in enumerate(values):
+                below = linear_tiles._shfl("down", v, integer(step), 31)
+                values[i] = ptx.add(v, arith.select(has, below, ptx.constant(0)))
+        first = arith.remui(lane, integer(4))
+        for i, v in enumerate(values):
+            if not ptx.row_of(i):
+                values[i] = ptx.add(v, linear_tiles._shfl("idx", values[i + 2], first, 31))
+        return ptx.from_scalars(values)
+
+    return add_up(x)
+
+
+def st_block_sums(ref, suffix_sums, x) -> None:
+    """Stores for each block of 16 tokens, to float32 `ref [2, 4, 32]`: Σ of x `[64, 32]` plus the first row of the
+    block's suffix sums; and Σ of x."""
+    if interpreting():
+        total = jnp.sum(x.reshape(-1, BLOCK, PIECE), axis=1)
+        ref[0], ref[1] = total + suffix_sums[::BLOCK], total
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, WGMMA))
+    def store(_, ref, suffix_sums, x):
+        lane, warp = _lane_and_warp()
+        suffix, values = ptx.scalars(suffix_sums), ptx.scalars(x)
+        start = _offset(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), warp, 4 * PIECE)
+        place = _offset(start, arith.remui(lane, integer(4)), 8)
+        is_first = arith.extui(i32(), arith.cmpi(arith.CmpIPredicate.ult, lane, integer(4)))
+        for n in range(0, len(values), 4):
+            totals = [ptx.add(values[n + i], values[n + i + 2]) for i in range(2)]
+            for mask in (4, 8, 16):
+                totals = [ptx.add(v, ptx.shfl_bfly(v, mask)) for v in totals]
+            both = [ptx.add(v, suffix[n + i]) for i, v in enumerate(totals)]
+            for i, pair in enumerate((both, totals)):
+                text = "{ .reg .pred p; setp.ne.b32 p, $1, 0;"
+                text += f" @p st.shared.v2.f32 [$0 + {4 * (4 * PIECE * i + 2 * n)}], {{$2, $3}}; }}"
+                llvm.inline_asm(ir.Type.parse(_VOID), [place, is_first, *pair], text, "r,r,f,f", has_side_effects=True)
+
+    store(ref, suffix_sums, x)
+
+
+def ld_block_sums(ref) -> jax.Array:
+    """`[64, 32]` from what `st_block_sums` stored: the first sums of later blocks, and the second of others."""
+    if interpreting():
+        mine, others = jnp.arange(TILE_ROWS, dtype=jnp.int32)[:, None] // BLOCK, jnp.arange(4, dtype=jnp.int32)
+        later, rest = ref[0], ref[1]
+        plgpu.commit_smem()
+        return jnp.sum(jnp.where((others > mine)[:, :, None], later, rest), axis=1)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=ptx.array_type(PIECE))
+    def load(_, ref):
+        lane, warp = _lane_and_warp()
+        start = _offset(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), arith.remui(lane, integer(4)), 8)
+        columns = [ptx.constant(0)] * (PIECE // 4)
+        for block in range(4):
+            later = arith.cmpi(arith.CmpIPredicate.ult, warp, integer(block))
+            which = arith.select(later, integer(0), integer(4 * PIECE * 4))
+            place, found = arith.addi(start, which), []
+            for n in range(PIECE // 8):
+                found += _ld_shared(place, 4 * (PIECE * block + 8 * n), 2)
+            columns = [ptx.add(a, b) for a, b in zip(columns, found, strict=True)]
+        return _same_rows(columns)
+
+    return load(ref)
+
+
+def ld_along_rows(ref, piece) -> jax.Array:
+    """Channels `[32 · piece, + 32)` of float32 `ref [n]` in shared memory, alike in all rows of `[64, 32]`."""
+    if interpreting():
+        value = jnp.broadcast_to(ref[pl.ds(piece * PIECE, PIECE)], (TILE_ROWS, PIECE))
+        plgpu.commit_smem()
+        return value
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=ptx.array_type(PIECE))
+    def load(_, ref, piece):
+        start = _first_channel(ref, piece)
+        return _same_rows(sum((_ld_shared(start, 32 * n, 2) for n in range(PIECE // 8)), []))
+
+    return load(ref, jnp.asarray(piece, jnp.int32))
+
+
+def decay_by_chunk(sums, ref, H: int) -> None:
+    """Multiplies float32 `ref [≥ H]` in shared memory, a channel each, by the decay of the chunk with these sums."""
+    if interpreting():
+        ends = sum(sums[BLOCK * i - 1, pl.ds(0, H)] for i in range(1, 5))
+        ref[pl.ds(0, H)] = ref[pl.ds(0, H)] * jnp.exp2(ends)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def multiply(_, sums, ref):
+        width, thread = ir.MemRefType(sums.type).shape[1], arith.remui(ptx.thread_index(), integer(128))
+        channel = arith.minsi(thread, integer(H - 1))
+        start, total = _offset(llvm.ptrtoint(i32(), utils.memref_ptr(sums)), channel, 4), ptx.constant(0)
+        for i in range(1, 5):
+            total = ptx.add(total, _ld_one(start, 4 * (BLOCK * i - 1) * width))
+        place = _offset(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), channel, 4)
+        value = ptx.mul(_ld_one(place, 0), ptx.ex2(total))
+        utils.warpgroup_barrier()  # 64 channels belong to more threads than one
+        _st_shared(place, 0, [value])
+
+    multiply(sums, ref)
+
+
+# --- room for float32 where something else was ------------------------------------------------------------------------
+
+
+def st_own(ref, piece, value) -> None:
+    """Stores float32 `[64, 32]` over these channels of float32 `ref [64, pitch]`; `linear_channel_tiles.ld_sums` reads
+    it."""
+    if interpreting():
+        ref[:, pl.ds(piece * PIECE, PIECE)] = value
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, WGMMA))
+    def store(_, ref, piece, value):
+        width, (first, _) = ir.MemRefType(ref.type).shape[1], ptx.lane_position()
+        place, values = _offset(_first_channel(ref, piece), first, 4 * width), ptx.scalars(value)
+        for i in range(0, len(values), 2):
+            offset = 4 * (8 * ptx.row_of(i) * width + ptx.column_of(i))
+            _st_shared(place, offset, values[i : i + 2])
+
+    store(ref, jnp.asarray(piece, jnp.int32), value)
+
+
+def st_halves(value, upper, lower, piece) -> None:
+    """Stores float32 `[64, 32]` over these channels of two bfloat16 `[slabs, 64, 64]`: upper and lower 16 bits."""
+    for part, ref in zip(_halves(value), (upper, lower), strict=True):
+        slab, column = _slab_and_column(piece)
+        memory.stmatrix(part, ref.at[pl.ds(slab, 1)], column)
+
+
+def _halves(value):
+    if interpreting():
+        bits = lax.bitcast_convert_type(value, jnp.uint32)
+        parts = bits >> 16, bits & 0xFFFF
+        return [lax.bitcast_convert_type(x.astype(jnp.uint16), jnp.bfloat16) for x in parts]
+    narrow = plgpu.ShapeDtypeStruct(value.shape, jnp.bfloat16, layout=WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=(narrow, narrow))
+    def cut(_, value):
+        found = [[], []]
+        for pair in _pairs(ptx.scalars(value)):
+            for words, select in zip(found, ("0x7632", "0x5410"), strict=True):
+                bits = [arith.bitcast(i32(), x) for x in pair]
+                words.append(llvm.inline_asm(i32(), bits, f"prmt.b32 $0, $1, $2, {select};", "=r,r,r"))
+        return tuple(ptx.from_pairs(words, ir.BF16Type.get()) for words in found)
+
+    return cut(value)
+
+
+def ld_halves(upper, lower, piece) -> jax.Array:
+    """What `st_halves` stored."""
+    if interpreting():
+        slab, column = _slab_and_column(piece)
+        bits = [
+            lax.bitcast_convert_type(x[slab, :, pl.ds(column, PIECE)], jnp.uint16).astype(jnp.uint32)
+            for x in (upper, lower)
+        ]
+        plgpu.commit_smem()
+        return lax.bitcast_convert_type(bits[0] << 16 | bits[1], jnp.float32)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, WGMMA), return_type=ptx.array_type(PIECE))
+    def join(_, upper, lower):
+        values = []
+        for pair in zip(ptx.scalars(upper), ptx.scalars(lower), strict=True):
+            high, low = (arith.bitcast(i32(), x) for x in pair)
+            bits = arith.ori(high, arith.shrui(low, integer(16)))
+            values.append(arith.bitcast(ir.F32Type.get(), bits))
+        return ptx.from_scalars(values)
+
+    return join(ld_tile(upper, piece), ld_tile(lower, piece))
+
+
+# --- registers --------------------------------------------------------------------------------------------------------
+
+
+def _square_addresses(ref, first: int) -> list:
+    """What each lane contributes to `ldmatrix` of 16 columns, four times: rows from `first` on of `[1, rows, 64]`."""
+    lane, warp = _lane_and_warp()
+    in_group, matrix = arith.remui(lane, integer(8)), arith.divui(lane, integer(8))
+    row = arith.addi(in_group, arith.muli(arith.remui(matrix, integer(2)), integer(8)))
+    row = arith.addi(arith.addi(row, arith.muli(warp, integer(BLOCK))), integer(first))
+    base = _offset(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), row, 2 * ptx.SLAB)
+    second = arith.divui(matrix, integer(2))
+    return [_offset(base, arith.xori(arith.addi(second, integer(2 * i)), in_group), 16) for i in range(4)]
+
+
+def _ld_four(address, form: str) -> list:
+    """`ldmatrix` of four 8 × 8 matrices; form ".trans" or none."""
+    kind = llvm.StructType.get_literal([i32()] * 4)
+    text = f"ldmatrix.sync.aligned.m8n8.x4{form}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+    four = llvm.inline_asm(kind, [address], text, "=r,=r,=r,=r,r", has_side_effects=True)
+    return [llvm.extractvalue(i32(), four, [i]) for i in range(4)]
+
+
+def _pairs(values) -> list:
+    values = list(values)
+    return list(zip(values[::2], values[1::2], strict=True))

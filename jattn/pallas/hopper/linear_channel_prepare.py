@@ -68,13 +68,13 @@ def _kernel(
         copy_rows(plan, array, batch, chunk, key_head(plan, head), smem, ready)
     delta, pieces = plan.options.rule.delta, plan.H // tiles.PIECE
     beta = activated_beta(x) if delta else None
-    _sum_log_decays(x)
+    sum_log_decays(x)
     tiles.st_decay(sums, vector.at[pl.ds(0, plan.H)])
     plgpu.barrier_wait(ready)
     scale = x.scale[0] if plan.options.scale is None else jnp.float32(plan.options.scale)
     x.q_factor, x.k_factor = _same(scale), None
     if plan.options.qk_l2norm:
-        x.q_factor, x.k_factor = _inverse_norms(q_smem, plan.H) * scale, _inverse_norms(k_smem, plan.H)
+        x.q_factor, x.k_factor = inverse_norms(q_smem, plan.H) * scale, inverse_norms(k_smem, plan.H)
     if delta:
         vector[pl.ds(plan.H, CHUNK)] = beta
     plgpu.commit_smem()
@@ -112,12 +112,12 @@ def _same(x):
     return plgpu.layout_cast(jnp.full(CHUNK, x), ptx.ROW)
 
 
-def _inverse_norms(smem, H):
+def inverse_norms(smem, H):
     rows = memory.ldmatrix(smem, H).astype(jnp.float32)
     return gates.inverse_norm(jnp.sum(rows * rows, axis=1))
 
 
-def _sum_log_decays(x):
+def sum_log_decays(x):
     A_log = None if x.A_log is None else x.A_log[x.head]
     bias = None if x.dt_bias is None else tiles.ld_global_channel(x.dt_bias, x.head)
 
