@@ -106,7 +106,7 @@ def _kernel(
         plgpu.commit_smem()
         _copy_rows(x, rooms.at[0:slabs], rooms.at[slabs : 2 * slabs], again)
         plgpu.barrier_wait(again)
-        lax.fori_loop(0, 2 * slabs, lambda p, _: _through_norms(x, p, q_sums, k_sums), None)
+        lax.fori_loop(0, 2 * slabs, lambda p, _: _through_norms(x, _int(p), q_sums, k_sums), None)
     if plan.N == plan.K:
         plgpu.commit_smem()
         for array, smem in ((dq, q_smem), (dk, k_smem)):
@@ -126,6 +126,11 @@ def _same(x):
     return plgpu.layout_cast(jnp.full(CHUNK, x), ptx.ROW)
 
 
+def _int(i):
+    """A loop's index, which is int64 in 64-bit mode."""
+    return jnp.asarray(i, jnp.int32)
+
+
 def _operands(x, piece):
     return tiles.ld_tile(x.q_smem, piece, x.norms[0]), tiles.ld_tile(x.k_smem, piece, x.norms[1])
 
@@ -134,9 +139,10 @@ def _operands(x, piece):
 
 
 def _one_slab(x, slab, carry):
-    lax.fori_loop(0, 2, lambda i, _: _decay(x, 2 * slab + i, i), None)
+    first = 2 * _int(slab)
+    lax.fori_loop(0, 2, lambda i, _: _decay(x, first + _int(i), _int(i)), None)
     plgpu.commit_smem()
-    carry = lax.fori_loop(0, 2, lambda i, carry: _one_piece(x, 2 * slab + i, i, carry), carry)
+    carry = lax.fori_loop(0, 2, lambda i, carry: _one_piece(x, first + _int(i), _int(i), carry), carry)
     plgpu.commit_smem()
     return carry
 
@@ -162,10 +168,12 @@ def _one_piece(x, piece, place, carry):
     q, k = _operands(x, piece)
     sums = tiles.ld_sums(x.sums, piece)
     dL = x.squares[1] if delta else None
-    for bit in tiles.LEVELS:
-        anchor = tiles.ld_sums(x.sums, piece, ~(2 * bit - 1), bit - 1)
-        state = own.add_level(state, q, k, sums, anchor, x.squares[0], dL, bit)
-    dq, dk, w, *rest = state
+
+    def one_level(i, state):
+        bit = lax.shift_right_logical(i32(tiles.LEVELS[0]), _int(i))
+        return own.add_level(state, q, k, sums, own.ld_anchors(x.sums, piece, bit), x.squares[0], dL, bit)
+
+    dq, dk, w, *rest = lax.fori_loop(0, len(tiles.LEVELS), one_level, state)
     dq, dk = dq + x.diagonal * k, dk + x.diagonal * q
     dq, dk, w, to_end = _with_states(x, piece, q, k, sums, dq, dk, w)
     totals = x.totals.at[lax.rem(piece, i32(2))]

@@ -145,72 +145,65 @@ def ld_decay_above(ref, piece, block: int) -> jax.Array:
     return load(ref, jnp.asarray(piece, jnp.int32))
 
 
-def add_level(state, q, k, sums, anchor, dA, dL, bit: int) -> tuple:
+def add_level(state, q, k, sums, anchor, dA, dL, bit) -> tuple:
     """Adds what pairs of tokens of a block give that first differ in `bit` (see `linear_channel_tiles.LEVELS`).
 
-    A token is a row of these pairs if it has the bit, else a column, and both are decayed over |sums − anchor|. So one
-    product has dL, with its transpose above the diagonal, and all k; the other dA, likewise, with the rows' q and the
-    columns' k, and gives the columns' gradients of k and the rows' of q. Each gradient times what it is the gradient
-    of, as the product had it, is added to w, of columns with a minus: pairs on one side of a token cancel bit for bit
-    up to float32.
+    A token is a row of these pairs if it has the bit, else a column, and both are decayed over |sums − anchor|. So the
+    right operands are all of k, and the rows' q with the columns' k; the left ones dL and dA with their transposes
+    above the diagonal. Gradients times what they are the gradients of, as the products had it, are added to w, of
+    columns with a minus: pairs on one side of a token cancel as far as float32 can.
 
     Args:
         state: gradients of q, k, w `[64, 32]` and, with dL, the rows' part of w for dL, of which sums along rows are
             wanted: `[64, 8]`.
         dA, dL: bfloat16 `[1, 64, 64]` in shared memory, 0 above the diagonal; dL None without the delta rule.
+        bit: a traced int32: the loop over levels keeps ptxas from mixing them, for which there are no registers.
     """
     squares = [dA] if dL is None else [dA, dL]
+    bit = jnp.asarray(bit, jnp.int32)
     if interpreting():
         return _add_level(state, q, k, sums, anchor, [s[0] for s in squares], bit)
     count = len(state)
 
     @plgpu.inline_mgpu(
-        arg_types=(*[WGMMA] * (count + 4), *[plgpu.RefType(ptx.TRANSFORMS)] * len(squares)),
+        arg_types=(*[WGMMA] * (count + 4), SCALAR, *[plgpu.RefType(ptx.TRANSFORMS)] * len(squares)),
         return_type=tuple(ptx.array_type(x.shape[1]) for x in state),
     )
     def add(_, *operands):
         dq, dk, w, *own = map(ptx.scalars, operands[:count])
         q, k, sums, anchor = map(ptx.scalars, operands[count : count + 4])
-        lane, _ = _lane_and_warp()
-        row = arith.divui(lane, integer(4))
-        is_row = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(row, integer(bit)), integer(0))
-        sign = arith.select(is_row, ptx.constant(1), ptx.constant(-1))
-        mine = lambda i: ptx.row_of(i) if bit == 8 else None  # noqa: E731
-        decay = [_exp2_apart(*x) for x in zip(sums, anchor, strict=True)]
-        both = zip(k, q, strict=True)
-        mixed = [(x, y)[mine(i)] if bit == 8 else arith.select(is_row, y, x) for i, (x, y) in enumerate(both)]
-        results = []
-        for source, square in zip((mixed, k), operands[count + 4 :], strict=False):
-            words = [_packed(*pair) for pair in _pairs(ptx.mul(x, d) for x, d in zip(source, decay, strict=True))]
-            right, left = [_transposed(x) for x in words], _level(square, lane, bit)
-            product = [_mma([ptx.constant(0)] * 4, left, right[n : n + 2]) for n in range(0, len(right), 2)]
-            results.append((sum(map(unpacked, words), []), sum(product, [])))
-        zero = ptx.constant(0)
-        own_sums = [zero, zero]
-        for i, d in enumerate(decay):
-            (x, a), *rest = [(x[i], a[i]) for x, a in results]
-            if bit == 8:
-                target = dq if mine(i) else dk
-                target[i] = ptx.fma(d, a, target[i])
-            else:
-                dq[i] = ptx.fma(arith.select(is_row, d, zero), a, dq[i])
-                dk[i] = ptx.fma(arith.select(is_row, zero, d), a, dk[i])
-            part = ptx.mul(x, a)
-            for x, a in rest:  # noqa: B020
-                dk[i] = ptx.fma(d, a, dk[i])
-                own_sums[ptx.row_of(i)] = ptx.fma(x, a, own_sums[ptx.row_of(i)])
-                part = ptx.fma(x, a, part)
-            factor = sign if bit < 8 else ptx.constant(1 if mine(i) else -1)
-            w[i] = ptx.fma(factor, part, w[i])
+        bit, zero, (lane, _) = operands[count + 4].registers[()], ptx.constant(0), _lane_and_warp()
+        token = arith.divui(lane, integer(4))
+        halves = token, arith.addi(token, integer(8))
+        is_row = [arith.cmpi(arith.CmpIPredicate.ne, arith.andi(x, bit), integer(0)) for x in halves]
+        sign = [arith.select(x, ptx.constant(1), ptx.constant(-1)) for x in is_row]
+        A, *L = [_level(square, lane, bit) for square in operands[count + 5 :]]
+        of_rows = [arith.select(is_row[i % 2], x, integer(0)) for i, x in enumerate(A)]
+        of_columns = [arith.select(is_row[i % 2], integer(0), x) for i, x in enumerate(A)]
+        to_beta = [zero, zero]
+        for i in range(0, len(dq), 4):  # 8 channels
+            decay = list(map(_exp2_apart, sums[i : i + 4], anchor[i : i + 4]))
+            mixed = [arith.select(is_row[j // 2], q[i + j], k[i + j]) for j in range(4)]
+            right = [[_packed(*pair) for pair in _pairs(map(ptx.mul, x, decay))] for x in (mixed, k[i : i + 4])]
+            mixed, keys = (sum(map(unpacked, words), []) for words in right)
+            right = [list(map(_transposed, words)) for words in right]
+            to_rows = _mma([zero] * 4, of_rows, right[0])
+            to_keys = _mma([zero] * 4, of_columns, right[0])
+            for words in L:
+                to_keys = _mma(to_keys, words, right[1])
+            for j, d in enumerate(decay):
+                dq[i + j] = ptx.fma(d, to_rows[j], dq[i + j])
+                dk[i + j] = ptx.fma(d, to_keys[j], dk[i + j])
+                part = ptx.mul(keys[j], to_keys[j])
+                to_beta[j // 2] = ptx.add(to_beta[j // 2], part)
+                part = ptx.fma(mixed[j], to_rows[j], part)
+                w[i + j] = ptx.fma(sign[j // 2], part, w[i + j])
         for total in own:
-            for half, x in enumerate(own_sums):
-                if bit < 8:
-                    x = arith.select(is_row, x, zero)
-                if bit < 8 or half:
-                    total[2 * half] = ptx.add(total[2 * half], x)
+            for half, x in enumerate(to_beta):
+                total[2 * half] = ptx.add(total[2 * half], arith.select(is_row[half], x, zero))
         return tuple(map(ptx.from_scalars, (dq, dk, w, *own)))
 
-    return add(*state, q, k, sums, anchor, *squares)
+    return add(*state, q, k, sums, anchor, bit, *squares)
 
 
 def _add_level(state, q, k, sums, anchor, squares, bit):
@@ -219,21 +212,60 @@ def _add_level(state, q, k, sums, anchor, squares, bit):
     plgpu.commit_smem()
     tokens = jnp.arange(TILE_ROWS, dtype=jnp.int32)
     is_row, apart = (tokens & bit != 0)[:, None], tokens[:, None] ^ tokens
-    here = (apart >= bit) & (apart < 2 * bit)
     decay = jnp.exp2(-jnp.abs(sums - anchor))
-    mixed, results = jnp.where(is_row, q, k), []
-    for source, square in zip((mixed, k), squares, strict=False):
-        x = (source * decay).astype(square.dtype)
-        both = jnp.where(here, square + square.T, 0)
-        results.append((x.astype(jnp.float32), jnp.dot(both, x, preferred_element_type=jnp.float32)))
-    (x, a), *rest = results
-    dq, dk = dq + jnp.where(is_row, decay * a, 0), dk + jnp.where(is_row, 0, decay * a)
-    part = x * a
-    for x, a in rest:  # noqa: B020
-        dk, part = dk + decay * a, part + x * a
-        rows = jnp.sum(jnp.where(is_row, x * a, 0), axis=1, keepdims=True)
-        own = [own[0] + jnp.pad(rows, ((0, 0), (0, 7)))]
-    return dq, dk, w + jnp.where(is_row, part, -part), *own
+    left = [jnp.where((apart >= bit) & (apart < 2 * bit), x + x.T, 0) for x in squares]
+    mixed, keys = ((x * decay).astype(squares[0].dtype) for x in (jnp.where(is_row, q, k), k))
+    to_rows, to_keys = (
+        jnp.dot(jnp.where(rows, left[0], 0), mixed, preferred_element_type=jnp.float32) for rows in (is_row, ~is_row)
+    )
+    for x in left[1:]:
+        to_keys = to_keys + jnp.dot(x, keys, preferred_element_type=jnp.float32)
+    part = keys.astype(jnp.float32) * to_keys
+    if own:
+        own = [add_to_sums(own[0], jnp.where(is_row, part, 0))]
+    part = part + mixed.astype(jnp.float32) * to_rows
+    return dq + decay * to_rows, dk + decay * to_keys, w + jnp.where(is_row, part, -part), *own
+
+
+def ld_anchors(ref, piece, bit) -> jax.Array:
+    """The sums of the anchors of the tokens at the level of this bit, a traced int32."""
+    bit = jnp.asarray(bit, jnp.int32)
+    if interpreting():
+        r = jnp.arange(TILE_ROWS, dtype=jnp.int32)
+        return ref[:, pl.ds(piece * PIECE, PIECE)][r & ~(2 * bit - 1) | (bit - 1)]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=ptx.array_type(PIECE))
+    def load(_, ref, piece, bit):
+        width, (first, _) = ir.MemRefType(ref.type).shape[1], ptx.lane_position()
+        start, values, bit = _first_channel(ref, piece), [None] * (PIECE // 2), bit.registers[()]
+        below = arith.subi(bit, integer(1))
+        mask = arith.xori(arith.addi(bit, below), integer(0xFFFFFFFF))
+        for half in range(2):
+            row = arith.ori(arith.andi(arith.addi(first, integer(8 * half)), mask), below)
+            place = _offset(start, row, 4 * width)
+            for n in range(PIECE // 8):
+                values[4 * n + 2 * half : 4 * n + 2 * half + 2] = _ld_shared(place, 32 * n, 2)
+        return ptx.from_scalars(values)
+
+    return load(ref, jnp.asarray(piece, jnp.int32), bit)
+
+
+def _level(square, lane, bit) -> list:
+    """The left operand: of the warp's block of 16 × 16, with its transpose, who differs first in this bit."""
+    a, b = (_ld_four(_own_address(square), form) for form in ("", ".trans"))
+    row, column = arith.divui(lane, integer(4)), arith.muli(arith.remui(lane, integer(4)), integer(2))
+    equal = lambda x, y: arith.cmpi(arith.CmpIPredicate.eq, x, y)  # noqa: E731
+    apart = arith.andi(arith.xori(row, column), integer(6))
+    is_odd = equal(arith.andi(row, integer(1)), integer(1))
+    half = arith.select(is_odd, integer(0xFFFF), integer(0xFFFF0000))  # of a word, which has two columns
+    first = arith.andi(apart, arith.subi(integer(0), bit))  # without lower bits
+    mask = arith.select(equal(first, bit), integer(0xFFFFFFFF), integer(0))
+    mask = arith.select(equal(arith.addi(apart, bit), integer(1)), half, mask)
+    corner = arith.select(equal(bit, integer(8)), integer(0xFFFFFFFF), integer(0))
+    return [
+        arith.andi(x, m)
+        for x, m in zip((arith.ori(a[0], b[0]), a[1], b[1], arith.ori(a[3], b[3])), (mask, corner, corner, mask))
+    ]
 
 
 def add_to_sums(sums, x) -> jax.Array:
@@ -249,24 +281,6 @@ def add_to_sums(sums, x) -> jax.Array:
         return ptx.from_scalars(values)
 
     return add(sums, x)
-
-
-def _level(square, lane, bit: int) -> list:
-    """The left operand: of the warp's block of 16 × 16, with its transpose, who differs first in this bit."""
-    a, b = (list(_ld_four(_own_address(square), form)) for form in ("", ".trans"))
-    zero = integer(0)
-    if bit == 8:
-        return [zero, a[1], b[1], zero]
-    row, column = arith.divui(lane, integer(4)), arith.muli(arith.remui(lane, integer(4)), integer(2))
-    apart = arith.andi(arith.xori(row, column), integer(6))
-    if bit > 1:
-        wanted = arith.andi(apart, integer(4)) if bit == 4 else apart
-        mask = arith.select(arith.cmpi(arith.CmpIPredicate.eq, wanted, integer(bit)), integer(0xFFFFFFFF), zero)
-    else:
-        is_odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(row, integer(1)), zero)
-        mask = arith.select(is_odd, integer(0xFFFF), integer(0xFFFF0000))
-        mask = arith.select(arith.cmpi(arith.CmpIPredicate.eq, apart, zero), mask, zero)
-    return [arith.andi(arith.ori(a[0], b[0]), mask), zero, zero, arith.andi(arith.ori(a[3], b[3]), mask)]
 
 
 def _own_address(square):
