@@ -68,9 +68,73 @@ def times(op, *shape):
         runs = bench.named_launches(fn, args, 5)
         print(op, shape, name, sorted(sum(ms for k, ms in r if "jattn" in k) for r in runs), {k for r in runs for k, _ in r}, flush=True)
 
-for fn, args in [(correct, ("kda", 2, 200, 2, 4, 128, 128)), (correct, ("gla", 1, 130, 2, 2, 128, 128)), (correct, ("kda", 1, 130, 2, 2, 64, 64)), (correct, ("kda", 1, 130, 1, 1, 128, 256)), (correct, ("kda", 8, 100, 32, 32, 128, 128)),
-                 (times, ("kda", 1, 8192, 32, 32, 128, 128)), (times, ("kda", 4, 4096, 32, 32, 128, 128)), (times, ("gla", 1, 8192, 32, 32, 128, 128)), (times, ("kda", 1, 65536, 16, 16, 128, 128))]:
-    t0 = time.time()
-    try: fn(*args)
-    except Exception: traceback.print_exc()
-    print("  took", round(time.time() - t0, 1), flush=True)
+
+import dataclasses, collections, concurrent.futures
+import oracle_linear, baseline_linear
+import test_hopper_linear_channels as tests
+from linear_cases import cotangents
+from jattn._linear import Context
+from jattn.pallas.hopper import linear_channel_backward as back
+mosaic._BACKWARDS = (None, back)
+
+def both(options, arrays, dout, dfinal):
+    out, rest = mosaic.forward(arrays, Context(), options, rest=True)
+    return out[:2], mosaic.backward(arrays, Context(), options, rest, (dout, dfinal, None))
+
+def case(name):
+    p, options = tests.CASES[name]
+    layout = options.get("state_layout", "kv")
+    call = tests.described(tests.turned(p, layout), **options)
+    dout, dfinal = cotangents(p)
+    args = call.arrays, jnp.asarray(dout), jnp.asarray(dfinal.swapaxes(-1, -2) if layout == "vk" else dfinal)
+    return (name, p, layout), jax.jit(functools.partial(both, call.options)), args
+
+def judge(key, found):
+    name, p, layout = key
+    (out, state), got = found
+    dout, dfinal = cotangents(p)
+    truth, yards = oracle_linear.backward(p, dout, dfinal), list(baseline_linear.gradients(p, dout, dfinal))
+    line = []
+    for n in ("query", "key", "value", "g", "beta", "initial_state", "A_log", "dt_bias"):
+        x = getattr(got, n, None)
+        if x is None or n not in truth: continue
+        x = np.asarray(x).astype(np.float64)
+        if n == "initial_state" and layout == "vk": x = x.swapaxes(-1, -2)
+        t = np.reshape(truth[n], x.shape); size = max(np.abs(t).max(), truth["terms"].get(n, 0.0), 1e-30)
+        y = max(np.abs(np.reshape(b[n], x.shape) - t).max() for b in yards); e = np.abs(x - t).max()
+        line.append(f"{n} {e / size:.1e}/{y / size:.1e}" + ("" if e <= 2 * y + 2 * 2**-7 * size else " FAIL"))
+    print(name, "|", "; ".join(line), flush=True)
+
+def timed(op, *shape):
+    plan, inp, do, df, S = make(op, *shape)
+    call_arrays = mosaic.dataclasses.replace(tests.empty_call(op, 1, 64, 1, N=1).arrays, query=inp.query, key=inp.key, value=inp.value, g=inp.g, beta=inp.beta, initial_state=None)
+    return ("time", op, shape), jax.jit(functools.partial(both, plan.options)), (call_arrays, do, df)
+
+def attempt(fn, *args):
+    try: return fn(*args)
+    except Exception: traceback.print_exc(); print(args, "failed", flush=True)
+
+t0 = time.time()
+jobs = [attempt(case, n) for n in ("mixed gates", "keys alike, beta 1.99", "softplus, groups, narrow", "bounded gate, layout vk", "without the delta rule")]
+jobs += [attempt(timed, "kda", *s) for s in ((1, 8192, 32, 32, 128, 128), (4, 4096, 32, 32, 128, 128), (1, 65536, 16, 16, 128, 128))]
+jobs = [j for j in jobs if j]
+lowered = [attempt(lambda j=j: j[1].lower(*j[2])) for j in jobs]
+print("lowered", time.time() - t0, flush=True)
+with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    compiled = list(pool.map(lambda l: None if l is None else attempt(l.compile), lowered))
+print("compiled", time.time() - t0, flush=True)
+attempt(correct, "kda", 2, 200, 2, 4, 128, 128)
+for (key, _, args), f in zip(jobs, compiled):
+    if f is None: continue
+    if key[0] != "time": attempt(lambda: judge(key, jax.block_until_ready(f(*args)))); continue
+    def times():
+        first = jax.block_until_ready(f(*args))
+        print(key, "repeats", all(all(bool(jnp.array_equal(a, b)) for a, b in zip(jax.tree.leaves(f(*args)), jax.tree.leaves(first))) for _ in range(3)), "finite", all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in jax.tree.leaves(first)))
+        runs = bench.named_launches(f, args, 4)
+        total = collections.defaultdict(list)
+        for r in runs:
+            for k, ms in r: total[k[:60]].append(ms)
+            total["ALL"].append(sum(ms for _, ms in r))
+        for k, v in sorted(total.items(), key=lambda x: -max(x[1])): print("   ", k, [round(x, 4) for x in v][:8], flush=True)
+    attempt(times)
+print("took", time.time() - t0, flush=True)
