@@ -38,6 +38,7 @@ from jattn.pallas.hopper.linear_walk import initial_state, produce, states_smem,
 from jattn.pallas.hopper.lists import i32
 
 _REGISTERS = 232, 40  # of a computing warpgroup's threads, of the producer's
+_STAGES = 2  # chunks that are copied ahead
 
 
 def _kernel(
@@ -147,7 +148,7 @@ def _one_chunk(x, i, D):
 
 def launch(plan: Plan, prepared, dout, dfinal, *, interpret=False):
     """Runs the kernel: `(dz [B, T, N, D], dinitial float32 [B, N, H, D] or [B, N, D, H], dstates [B, n, N, H, D])`."""
-    plan, given = dataclasses.replace(plan, save=True), prepared.all
+    plan, given = dataclasses.replace(plan, save=True, stages=_STAGES), prepared.all
 
     def body(dout, *refs, **allocations):
         mine, rest = Prepared(*refs[: len(given)]), refs[len(given) :]
