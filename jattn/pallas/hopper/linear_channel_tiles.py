@@ -33,6 +33,16 @@ LEAST = -128.0
 _LOG2_E = 1.4426950408889634
 
 
+def shift(options) -> int | None:
+    """With gates bounded to a few nats a token, products within a block of 16 take one anchor, in its middle: 2 to the
+    power of this times what decayed since the block began, with vectors no longer than 1 neither overflows nor
+    underflows. None if not all of it is known."""
+    bounded = options.gate == "bounded" and options.qk_l2norm and options.scale is not None
+    if not bounded or abs(options.scale) > 2.0**32:
+        return None
+    return round(-options.lower_bound * _LOG2_E * BLOCK / 2)
+
+
 def pitch(H: int) -> int:
     """Floats from one token's sums to the next: pairs of channels of 4 tokens meet all banks."""
     return H + 8
@@ -303,26 +313,24 @@ def mma_own(sums, left, right) -> tuple:
     return multiply(*sums, *left, right)
 
 
-def assembled(blocks, levels, diagonal=None) -> jax.Array:
-    """The lower triangle `[64, 64]` of products with the first three blocks of 16 columns and, within blocks, of those
-    of each level (see `LEVELS`): who is not its row or column has been multiplied too, and is left out here. None as
-    the diagonal is 0."""
+def of_levels(levels, diagonal=None) -> jax.Array:
+    """The lower triangles of blocks of 16, `[64, 16]`, of the products of each level (see `LEVELS`): who is not its row
+    or column has been multiplied too, and is left out here. None as the diagonal is 0."""
     if interpreting():
-        r, c = _rows()[:, None], _rows()
-        value = jnp.pad(jnp.concatenate(blocks, axis=1), ((0, 0), (0, BLOCK)))
+        r, c = _rows()[:, None] % BLOCK, _rows()[:BLOCK]
+        value = jnp.zeros((TILE_ROWS, BLOCK), jnp.float32) if diagonal is None else diagonal
         for bit, level in zip(LEVELS, levels, strict=True):
-            value = jnp.where((r ^ c < 2 * bit) & (r ^ c >= bit), level[r, c % BLOCK], value)
-        value = jnp.where(r == c, 0 if diagonal is None else diagonal[r, c % BLOCK], value)
+            value = jnp.where((r ^ c < 2 * bit) & (r ^ c >= bit), level, value)
         return jnp.where(r >= c, value, 0)
-    count = 3 + len(LEVELS) + (diagonal is not None)
 
-    @plgpu.inline_mgpu(arg_types=[WGMMA] * count, return_type=ptx.array_type(TILE_ROWS))
-    def assemble(_, *arrays):
-        registers, zero = [ptx.scalars(x) for x in arrays], ptx.constant(0)
-        blocks, (l8, *inner), rest = registers[:3], registers[3 : 3 + len(LEVELS)], registers[3 + len(LEVELS) :]
+    @plgpu.inline_mgpu(
+        arg_types=[WGMMA] * (len(LEVELS) + (diagonal is not None)), return_type=ptx.array_type(BLOCK)
+    )
+    def choose(_, *arrays):
+        zero, (l8, *inner) = ptx.constant(0), [ptx.scalars(x) for x in arrays]
+        inner, rest = inner[: len(LEVELS) - 1], inner[len(LEVELS) - 1 :]
         first, column = ptx.lane_position()
-        row, (_, warp) = arith.remui(first, integer(8)), _lane_and_warp()
-        own = [zero] * 8
+        row, own = arith.remui(first, integer(8)), [zero] * 8
         for i in range(8):
             if ptx.row_of(i) > i // 4:  # rows 8 to 15 of the block, columns 0 to 7
                 own[i] = l8[i]
@@ -335,7 +343,22 @@ def assembled(blocks, levels, diagonal=None) -> jax.Array:
                 differs = arith.cmpi(arith.CmpIPredicate.uge, apart, integer(bit))
                 value = arith.select(differs, level[i], value)
             own[i] = arith.select(arith.cmpi(arith.CmpIPredicate.uge, row, mine), value, zero)
-        found = []
+        return ptx.from_scalars(own)
+
+    return choose(*levels, *([] if diagonal is None else [diagonal]))
+
+
+def assembled(blocks, own) -> jax.Array:
+    """The lower triangle `[64, 64]` of products with the first three blocks of 16 columns and, within blocks, `own`."""
+    if interpreting():
+        r, c = _rows()[:, None], _rows()
+        outside = jnp.pad(jnp.concatenate(blocks, axis=1), ((0, 0), (0, BLOCK)))
+        return jnp.where(r // BLOCK == c // BLOCK, own[r, c % BLOCK], jnp.where(r >= c, outside, 0))
+
+    @plgpu.inline_mgpu(arg_types=[WGMMA] * 4, return_type=ptx.array_type(TILE_ROWS))
+    def assemble(_, *arrays):
+        *blocks, own = map(ptx.scalars, arrays)
+        zero, (_, warp), found = ptx.constant(0), _lane_and_warp(), []
         for block in range(4):
             here = arith.cmpi(arith.CmpIPredicate.eq, warp, integer(block))
             below = arith.cmpi(arith.CmpIPredicate.ugt, warp, integer(block))
@@ -344,7 +367,7 @@ def assembled(blocks, levels, diagonal=None) -> jax.Array:
                 found.append(arith.select(here, own[i], outside))
         return ptx.from_scalars(found)
 
-    return assemble(*blocks, *levels, *([] if diagonal is None else [diagonal]))
+    return assemble(*blocks, own)
 
 
 # --- scan -------------------------------------------------------------------------------------------------------------
