@@ -53,6 +53,7 @@ def _kernel(
     right,  # [slabs of H, 64, 64]: keys decayed to the end of their block of 16; update on its way out
     squares,  # [2, 64, 64]: A and T on their way out
     sums,  # float32 [64, pitch]: of log decays, from the start of a block of 16; then the inverse's scratch
+    others,  # float32 [8, H]: of log decays, of all blocks before each block, and of all after it
     vector,  # float32 [H + 64]: decay, β; [H] without the delta rule
     # barriers
     ready,  # TMA
@@ -63,13 +64,15 @@ def _kernel(
     x = SimpleNamespace(
         plan=plan, **dict.fromkeys(_INPUTS), head=head, chunk=chunk, batch=batch, place=(batch, chunk, head)
     )
-    vars(x).update(inputs, q_smem=q_smem, k_smem=k_smem, right=right, sums=sums, rows=plan.T - chunk * CHUNK)
+    vars(x).update(inputs, q_smem=q_smem, k_smem=k_smem, right=right, sums=sums, others=others)
+    x.rows = plan.T - chunk * CHUNK
     for array, smem in ((x.query, q_smem), (x.key, k_smem)):
         copy_rows(plan, array, batch, chunk, key_head(plan, head), smem, ready)
     delta, pieces = plan.options.rule.delta, plan.H // tiles.PIECE
     beta = _beta(x) if delta else None
     _sum_log_decays(x)
     tiles.st_decay(sums, vector.at[pl.ds(0, plan.H)])
+    tiles.st_other_sums(sums, others)
     plgpu.barrier_wait(ready)
     scale = x.scale[0] if plan.options.scale is None else jnp.float32(plan.options.scale)
     x.q_factor, x.k_factor = _same(scale), None
@@ -130,12 +133,17 @@ def _inverse_norms(x):
 
 
 def _sum_log_decays(x):
+    options = x.plan.options
     A_log = None if x.A_log is None else x.A_log[x.head]
     bias = None if x.dt_bias is None else tiles.ld_global_channel(x.dt_bias, x.head)
 
     for i, raw in enumerate(tiles.ld_global_channels(x.g, x.batch, x.chunk * CHUNK, x.head)):
-        g = gates.log_decay(x.plan.options, raw, A_log, bias)
-        tiles.st_sums(x.sums, i, jnp.maximum(g, tiles.LEAST), x.rows)
+        if options.gate == "bounded":
+            rate = jnp.float32(-tiles.LOG2_E) * (1 if A_log is None else jnp.exp(A_log))
+            g = jnp.float32(options.lower_bound) * tiles.logistic((raw if bias is None else raw + bias) * rate)
+        else:
+            g = jnp.maximum(gates.log_decay(options, raw, A_log, bias), tiles.LEAST)
+        tiles.st_sums(x.sums, i, g, x.rows)
 
 
 def _decay_to_end(x, piece):
@@ -198,9 +206,9 @@ def _decay_from_ends(x, piece):
     """What the scan multiplies with states, in the place of what it was made of."""
     q, k = (tiles.ld_tile(*a) for a in ((x.q_smem, piece, x.q_factor), (x.k_smem, piece, x.k_factor)))
     sums, end = (tiles.ld_sums(x.sums, piece, put=put) for put in (0, tiles.BLOCK - 1))
-    after = tiles.ld_other_sums(x.sums, piece, after=True)
-    tiles.st_tile(tiles.decayed(tiles.decayed(k, sums, end), after), x.right, piece)
-    from_start = sums + tiles.ld_other_sums(x.sums, piece, after=False)
+    to_end = tiles.apart(sums, end) + tiles.ld_stored_sums(x.others, piece, after=True)
+    tiles.st_tile(tiles.decayed(k, to_end), x.right, piece)
+    from_start = sums + tiles.ld_stored_sums(x.others, piece, after=False)
     tiles.st_tile(tiles.decayed(q, from_start), x.q_smem, piece)
     if x.plan.options.rule.delta:
         tiles.st_tile(-tiles.decayed(k, from_start), x.k_smem, piece)
@@ -228,6 +236,7 @@ def launch(plan: Plan, inputs, *, multiprocessors: int, interpret=False) -> Prep
                 right=smem(slabs),
                 squares=smem(2),
                 sums=plgpu.SMEM((CHUNK, tiles.pitch(plan.H)), jnp.float32),
+                others=plgpu.SMEM((8, plan.H), jnp.float32),
                 vector=plgpu.SMEM(shapes.vector.shape[3:], jnp.float32),
                 ready=plgpu.Barrier(num_arrivals=2 * slabs),
             ),  # fmt: skip

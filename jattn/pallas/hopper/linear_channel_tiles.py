@@ -30,7 +30,7 @@ PIECE = 32  # channels
 LEVELS = (8, 4, 2, 1)
 # Whatever a token before it wrote is 0 in float32 after such a decay; less would take digits from others' sums.
 LEAST = -128.0
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 
 
 def shift(options) -> int | None:
@@ -40,7 +40,7 @@ def shift(options) -> int | None:
     bounded = options.gate == "bounded" and options.qk_l2norm and options.scale is not None
     if not bounded or abs(options.scale) > 2.0**32:
         return None
-    return round(-options.lower_bound * _LOG2_E * BLOCK / 2)
+    return round(-options.lower_bound * LOG2_E * BLOCK / 2)
 
 
 def pitch(H: int) -> int:
@@ -94,7 +94,7 @@ def st_sums(ref, block, g: jax.Array, rows) -> None:
     `ref [64, pitch]`; tokens from `rows` on, of the chunk, do not decay."""
     if interpreting():
         tokens = block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-        g = jnp.where(tokens[:, None] < rows, g * jnp.float32(_LOG2_E), 0)
+        g = jnp.where(tokens[:, None] < rows, g * jnp.float32(LOG2_E), 0)
         ref[pl.ds(block * BLOCK, BLOCK), pl.ds(0, g.shape[1])] = jnp.cumsum(g, axis=0)
         return
 
@@ -106,7 +106,7 @@ def st_sums(ref, block, g: jax.Array, rows) -> None:
         total = ptx.constant(0)
         for r, x in enumerate(ptx.scalars(g)):
             exists = arith.cmpi(arith.CmpIPredicate.slt, arith.addi(first, integer(r)), rows.registers[()])
-            x = arith.select(exists, ptx.mul(x, ptx.constant(_LOG2_E)), ptx.constant(0))
+            x = arith.select(exists, ptx.mul(x, ptx.constant(LOG2_E)), ptx.constant(0))
             total = ptx.add(total, x)
             _st_shared(start, 4 * r * width, [total])
 
@@ -129,6 +129,44 @@ def st_decay(sums, ref) -> None:
         _st_shared(_offset(_start(ref), channel, 4), 0, [ptx.ex2(total)])
 
     store(sums, ref)
+
+
+def st_other_sums(sums, ref) -> None:
+    """Stores to float32 `ref [8, H]` the sums of all blocks before each block and, from row 4 on, of all after it, by
+    the threads that stored the blocks' own."""
+    if interpreting():
+        ends = sums[:, pl.ds(0, ref.shape[1])][BLOCK - 1 :: BLOCK]
+        before = jnp.cumsum(ends, axis=0) - ends
+        ref[...] = jnp.concatenate([before, jnp.sum(ends, axis=0) - before - ends])
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def store(_, sums, ref):
+        width, H = (ir.MemRefType(x.type).shape[1] for x in (sums, ref))
+        channel = _channel(H)
+        start, place = (_offset(_start(x), channel, 4) for x in (sums, ref))
+        ends = [_ld_one(start, 4 * (BLOCK * i - 1) * width) for i in range(1, 5)]
+        for rows, order in ((range(4), ends), (range(7, 3, -1), ends[::-1])):
+            total = ptx.constant(0)
+            for row, end in zip(rows, order, strict=True):
+                _st_shared(place, 4 * row * H, [total])
+                total = ptx.add(total, end)
+
+    store(sums, ref)
+
+
+def logistic(x) -> jax.Array:
+    """1 / (1 + 2^x), to a relative error of 2^-22 (`ex2.approx`, `rcp.approx`): a quarter of the instructions of an
+    exact division, for each channel of each token."""
+    if interpreting():
+        return 1 / (1 + jnp.exp2(x))
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=ptx.array_type(x.shape[1]))
+    def compute(_, x):
+        text = "{ .reg .f32 x; ex2.approx.ftz.f32 x, $1; add.f32 x, x, 0f3F800000; rcp.approx.ftz.f32 $0, x; }"
+        return ptx.from_scalars([ptx._instruction(text, value) for value in ptx.scalars(x)])
+
+    return compute(x)
 
 
 def _channel(H: int):
@@ -219,6 +257,36 @@ def ld_other_sums(ref, piece, *, after: bool) -> jax.Array:
         return _same_rows(sums)
 
     return load(ref, jnp.asarray(piece, jnp.int32))
+
+
+def ld_stored_sums(ref, piece, *, after: bool) -> jax.Array:
+    """The sums of the blocks before that of the row, or after it, from what `st_other_sums` stored."""
+    if interpreting():
+        value = ref[:, pl.ds(piece * PIECE, PIECE)][_rows() // BLOCK + 4 * after]
+        plgpu.commit_smem()
+        return value
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=ptx.array_type(PIECE))
+    def load(_, ref, piece):
+        row = arith.addi(_lane_and_warp()[1], integer(4 * after))
+        place = _offset(_first_channel(ref, piece), row, 4 * ir.MemRefType(ref.type).shape[1])
+        return _same_rows(sum((_ld_shared(place, 32 * n, 2) for n in range(PIECE // 8)), []))
+
+    return load(ref, jnp.asarray(piece, jnp.int32))
+
+
+def apart(sums, anchor) -> jax.Array:
+    """`−|sums − anchor|`, of `[64, 32]` each."""
+    if interpreting():
+        return -jnp.abs(sums - anchor)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, WGMMA), return_type=ptx.array_type(PIECE))
+    def compute(_, *arrays):
+        text = "{ .reg .f32 x; .reg .b32 b; sub.ftz.f32 x, $1, $2; mov.b32 b, x; or.b32 b, b, 0x80000000;"
+        text += " mov.b32 $0, b; }"
+        return ptx.from_scalars([ptx._instruction(text, *pair) for pair in zip(*map(ptx.scalars, arrays), strict=True)])
+
+    return compute(sums, anchor)
 
 
 def ld_decay_below(ref, piece, block: int) -> jax.Array:
