@@ -6,9 +6,10 @@ The kernels are in `jattn.pallas.hopper`: `linear_prepare` and `linear_scan` for
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
-from jattn._linear import Context, Residuals
+from jattn._linear import RULES, Context, Residuals
 from jattn._varying import unvary, vary, varying_axes
 from jattn.pallas import linear_pieces
 from jattn.pallas._compat import mapped_in_turn
@@ -16,11 +17,13 @@ from jattn.pallas.attention import PLATFORM, why_not_here
 from jattn.pallas.hopper import linear_channel_prepare, linear_channel_scan, linear_prepare, linear_scan
 from jattn.pallas.hopper.linear_plan import Inputs, Plan, warpgroups_of
 from jattn.reference import linear
+from jattn.reference.linear_operands import activated, log_decay
 
-__all__ = ["PLATFORM", "ChunkConfig", "choose", "forward", "why_not", "why_not_here"]
+__all__ = ["PLATFORM", "ChunkConfig", "backward", "choose", "forward", "why_not", "why_not_backward", "why_not_here"]
 
 _LARGEST_H, _LARGEST_D = 128, 256
 _MULTIPROCESSORS = 132
+_BACKWARDS = ()
 _KERNELS = (linear_prepare, linear_scan), (linear_channel_prepare, linear_channel_scan)  # by head, by channel
 
 
@@ -80,16 +83,11 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
     """
     axes = varying_axes(arrays)
     arrays = unvary(arrays)  # the body of a kernel is not about them
-    (B, T, K, H), (N, D) = arrays.query.shape, arrays.value.shape[2:]
-    if 0 in (B, T):  # nothing to launch
+    if 0 in arrays.query.shape[:2]:  # nothing to launch
         options = dataclasses.replace(options, config=linear.SpanConfig(1))
         return vary(linear.forward(arrays, Context(), options, rest=rest), axes)
     save, by_channel = rest and options.residuals == "save", options.rule.decay == "channel"
-    plan = Plan(
-        B=B, T=T, N=N, K=K, H=H, D=D, options=_compiled(options), warpgroups=warpgroups_of(B * N, D, multiprocessors),
-        stages=2 if save or by_channel else 3, save=save,
-        piece=None if options.config is None else options.config.piece,
-    )  # fmt: skip
+    plan = _plan(arrays, options, multiprocessors, stages=2 if save or by_channel else 3, save=save)
 
     def run(inputs):
         prepare, scan = _KERNELS[by_channel]
@@ -101,6 +99,71 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
 
     out, state, saved = mapped_in_turn(run, unrolled=bool(interpret))(_inputs(arrays))
     return vary(((out.astype(options.out_dtype), state.astype(options.state_dtype), None), saved), axes)
+
+
+def why_not_backward(problem) -> str | None:
+    if len(_BACKWARDS) <= (RULES[problem.op.removeprefix("linear.")].decay == "channel"):
+        return "has none"
+    return "has no gradient of a traced scale" if problem.traced_scale else None
+
+
+def backward(arrays, context, options, rest, cotangents, *, interpret=False, multiprocessors=_MULTIPROCESSORS):
+    """Gradients of every array in `arrays`, in their dtypes, from the cotangents of the results of `forward`."""
+    if rest is None:
+        again = dataclasses.replace(options, residuals="save")
+        _, rest = forward(arrays, context, again, interpret=interpret, multiprocessors=multiprocessors)
+    axes = varying_axes((arrays, rest, cotangents))
+    arrays, rest, (dout, dfinal, _) = unvary((arrays, rest, cotangents))
+    if 0 in arrays.query.shape[:2]:  # nothing to launch
+        options = dataclasses.replace(options, config=linear.SpanConfig(1))
+        return vary(linear.backward(arrays, Context(), options, rest, (dout, dfinal, None)), axes)
+    plan = _plan(arrays, options, multiprocessors)
+
+    def run(*operands):
+        found = _BACKWARDS[options.rule.decay == "channel"].launch(
+            plan, *operands, multiprocessors=multiprocessors, interpret=interpret
+        )
+        K = arrays.query.shape[2]
+        return dataclasses.replace(found, query=_group_sums(found.query, K), key=_group_sums(found.key, K))
+
+    operands = _inputs(arrays), rest, dout.astype(arrays.query.dtype), dfinal.astype(jnp.float32)
+    found = mapped_in_turn(run, unrolled=bool(interpret))(*operands)
+    return vary(jax.tree.map(lambda d, x: d.astype(x.dtype), _with_gates(arrays, options, found), arrays), axes)
+
+
+def _group_sums(x, K):
+    """[B, T, N, H] -> [B, T, K, H]."""
+    B, T, N, H = x.shape
+    return x if N == K else jnp.sum(x.reshape(B, T, K, N // K, H), axis=3)
+
+
+def _with_gates(arrays, options, found):
+    """The gradients of `arrays`, through the gate and the activation of beta."""
+    g, beta, parameters = found.g if arrays.g is not None else None, found.beta, {}
+    if options.gate is not None:
+        by_channel = options.rule.decay == "channel"
+
+        def decay(raw):
+            A_log = raw["A_log"][:, None] if by_channel and raw["A_log"] is not None else raw["A_log"]
+            return log_decay(raw["g"], A_log, raw["dt_bias"], options.gate, options.lower_bound)
+
+        names = "g", "A_log", "dt_bias"
+        raw = {name: x if (x := getattr(arrays, name)) is None else x.astype(jnp.float32) for name in names}
+        (parameters,) = jax.vjp(decay, raw)[1](g)
+        g = parameters.pop("g")
+    if options.beta_activation is not None:
+        raw = arrays.beta.astype(jnp.float32)
+        (beta,) = jax.vjp(lambda raw: activated(raw, options.beta_activation), raw)[1](beta)
+    state = None if arrays.initial_state is None else found.initial_state
+    tokens = dict(query=found.query, key=found.key, value=found.value, g=g, beta=beta, initial_state=state)
+    return dataclasses.replace(arrays, scale=None, **tokens, **parameters)
+
+
+def _plan(arrays, options, multiprocessors, **how) -> Plan:
+    (B, T, K, H), (N, D) = arrays.query.shape, arrays.value.shape[2:]
+    how |= dict(piece=None if options.config is None else options.config.piece)
+    warpgroups = warpgroups_of(B * N, D, multiprocessors)
+    return Plan(B=B, T=T, N=N, K=K, H=H, D=D, options=_compiled(options), warpgroups=warpgroups, **how)
 
 
 def _inputs(arrays) -> Inputs:

@@ -56,7 +56,7 @@ def _kernel(
     # inputs (HBM); maps have neither queries, scores nor a state
     value,  # [B, T, N, D]
     prepared,  # `Prepared`
-    initial_state=None,  # that enters each piece, [B * pieces, N, H, D] or [B * pieces, N, D, H], or None
+    initial_state=None,  # [B, N, H, D] or [B, N, D, H], or None; of pieces float32 [B * pieces * N, H, D]
     # outputs (HBM)
     state,  # float32 [B * N, H, D], or [B * N, D, 1, H]; maps [B * (pieces - 1) * N, D + H, 1, H]
     out=None,  # [B, T, N, D]; None with maps
@@ -158,7 +158,7 @@ def launch(plan: Plan, inputs, prepared, *, interpret=False):
     plan.maps these alone, see `linear_walk.results_of`.
 
     Args:
-        inputs: with pieces, its initial_state is what enters each of them, float32 [B * pieces, N, ·, ·].
+        inputs: with pieces, its initial_state is what enters each of them, as `linear_combine` returns it.
     """
     if plan.maps:
         prepared = dataclasses.replace(prepared, query=None, scores=None)

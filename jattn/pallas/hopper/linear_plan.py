@@ -95,6 +95,19 @@ class Prepared:
     vectors: Any  # float32 [B, n, N, 5, 64]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """Of one call, from its backward's kernels. A group's value heads have gradients of its query and key each."""
+
+    query: Any  # [B, T, N, H]: bfloat16 where N is K, else float32
+    key: Any  # [B, T, N, H], likewise
+    value: Any  # [B, T, N, D]
+    g: Any  # of the natural log of the decay: float32 [B, T, N, H] or [B, T, N]; None without decay
+    beta: Any  # after its activation: float32 [B, T, N]; None without the delta rule
+    initial_state: Any  # float32, in the call's layout
+
+
 def prepared_shapes(plan: Plan) -> Prepared:
     each = (plan.B, plan.chunks, plan.N)
     square = jax.ShapeDtypeStruct((*each, CHUNK, CHUNK), plan.dtype)

@@ -57,7 +57,7 @@ def _kernel(
     vectors,  # float32 [B, n, N, 5, 64]
     query=None,  # [B, T, K, H]
     scores=None,  # A, [B, n, N, 64, 64]
-    initial_state=None,  # that enters each piece, [B * pieces, N, H, D] or [B * pieces, N, D, H], or None
+    initial_state=None,  # [B, N, H, D] or [B, N, D, H], or None; of pieces float32 [B * pieces * N, H, D]
     # outputs (HBM)
     state,  # float32 [B * N, H, D], or [B * N, D, 1, H]; maps [B * (pieces - 1) * N, D + H, 1, H]
     out=None,  # [B, T, N, D]; None with maps
@@ -162,7 +162,7 @@ def launch(plan: Plan, inputs, prepared, *, interpret=False):
     plan.maps these alone, see `linear_walk.results_of`.
 
     Args:
-        inputs: with pieces, its initial_state is what enters each of them, float32 [B * pieces, N, ·, ·].
+        inputs: with pieces, its initial_state is what enters each of them, as `linear_combine` returns it.
     """
     given = dict(key=inputs.key, value=inputs.value, inverse=prepared.inverse, vectors=prepared.vectors)
     if not plan.maps:

@@ -3,7 +3,7 @@ of a consumer, which has 64 columns of one head's state, transposed.
 
 A thread block walks over a sequence, or over a piece of one. Then there are two launches. What a piece of tokens does
 to a state is a map, S ↦ M S + S_own: the first launch (`Plan.maps`) has no queries and no outputs, and its columns are
-those of the values, which start from 0, and those of the unit matrix, which have no values. `linear_pieces` makes of
+those of the values, which start from 0, and those of the unit matrix, which have no values. `linear_combine` makes of
 the maps the states that enter the pieces, and the second launch starts from these.
 """
 
@@ -68,7 +68,9 @@ def copy_values(x, chunk, slot):
 def values(x, slot):
     """The warpgroup's columns of v, transposed `[64, 64]`."""
     v = linear_tiles.ldmatrix_trans(x.v_smem.at[slot, pl.ds(x.warpgroup, 1)])
-    return jnp.where(x.column < x.plan.D, v, jnp.zeros_like(v)) if x.plan.maps else v
+    if not x.plan.maps:
+        return v
+    return jnp.where(ptx.numbers(x.column, 0, CHUNK) < x.plan.D, v, jnp.bfloat16(0))  # there may be NaN
 
 
 def write_out(x, chunk, o):
@@ -114,10 +116,12 @@ def initial_state(x):
         return jnp.where(unit, jnp.float32(1), jnp.float32(0))
     if x.initial_state is None:
         return ptx.zeros(plan.H)
-    row = x.batch * plan.pieces + x.piece
+    if plan.pieces > 1:
+        index = (x.batch * plan.pieces + x.piece) * plan.N + x.head
+        return linear_tiles.ld_global_tile(x.initial_state, index, i32(0), x.column, plan.H, transposed=True)
     if plan.options.state_layout == "kv":
-        return memory.ld_global(x.initial_state, row, x.head, i32(0), x.column, plan.H, transposed=True)
-    return memory.ld_global(x.initial_state, row, x.head, x.column, i32(0), plan.H)
+        return memory.ld_global(x.initial_state, x.batch, x.head, i32(0), x.column, plan.H, transposed=True)
+    return memory.ld_global(x.initial_state, x.batch, x.head, x.column, i32(0), plan.H)
 
 
 def write_state(x, S):
@@ -155,10 +159,10 @@ def result_shapes(plan) -> dict:
 
 
 def results_of(plan, found):
-    """What `launch` returns: `(out, state [B, N, ·, ·], states or None)`, or maps [B, pieces − 1, N, D + H, H], which
-    are S_own and then M, both transposed."""
+    """What `launch` returns: `(out, state [B, N, ·, ·], states or None)`, or maps [B * (pieces − 1) * N, D + H, H],
+    which are S_own and then M, both transposed."""
     if plan.maps:
-        return found[0].reshape(plan.B, plan.walked, plan.N, plan.columns, plan.H)
+        return found[0].reshape(-1, plan.columns, plan.H)
     out, state, *states = found
     by_keys = plan.options.state_layout == "kv"
     state = state.reshape(plan.B, plan.N, *((plan.H, plan.D) if by_keys else (plan.D, plan.H)))
