@@ -469,7 +469,7 @@ def ld_shared_rows(ref) -> jax.Array:
         value = ref[...]
         plgpu.commit_smem()  # to the emulation a copy into what was read is a race without it
         return value
-    return plgpu.load(ref, (), layout=ptx.ROW)
+    return plgpu.load(ref, layout=ptx.ROW)
 
 
 def st_global_tokens(ref, batch, token, head, value, rows) -> None:
