@@ -44,7 +44,7 @@ _WARPGROUPS = 2
 _BARRIERS = 5  # first id of the named barriers
 _U, _DONE, _SQUARES, _SUMS, _OUT = range(5)  # meetings, each of which takes two
 _PARTS = ("query", "end", "key", "value", "entered", "across", "erased", "rows")  # sums of rows
-_ACROSS, _AFTER = range(2)
+_PIECE = 16  # columns of states that are multiplied at a time: registers are few then
 
 
 def _kernel(
@@ -103,8 +103,8 @@ def _name_matrices(x):
     `own_h` of H."""
     p, w = x.plan, x.warpgroup
     x.width, x.half = _slabs(p) * ptx.SLAB // _WARPGROUPS, p.H // _WARPGROUPS
-    x.slab, x.column = (w, i32(0)) if x.width == ptx.SLAB else (i32(0), w * x.width)
-    x.h_slab, x.h_column = (w, i32(0)) if x.half == ptx.SLAB else (i32(0), w * x.half)
+    x.slab, x.column = (w, i32(0)) if x.width == ptx.SLAB else (0, w * x.width)
+    x.h_slab, x.h_column = (w, i32(0)) if x.half == ptx.SLAB else (0, w * x.half)
     qk = lambda **how: ptx.matrix(lambda i: x.qk_smem.at[i // 2, i % 2], CHUNK, p.H, **how)  # noqa: E731
     x.qk, own_h = qk(), qk(along_rows=True).columns_from(w * x.half, columns=x.half)
     x.qk_own = own_h
@@ -258,15 +258,23 @@ def _multiply(x, sums, sides):
     dk = linear_tiles.wgmma("nt", x.u, x.D, dtype, dk)
     erased = linear_tiles.wgmma("nt", x.dd.at(1), x.S, dtype, erased)
     if x.plan.options.rule.decay is not None:
-        for row in range(0, x.plan.H, CHUNK):
-            S, D = (
-                linear_tiles.ldmatrix(smem.at[pl.ds(x.slab, 1), pl.ds(row, CHUNK)], x.column, x.width)
-                for smem in (x.s_smem, x.ds_smem)
-            )
-            sums.across = sums.across + jnp.sum(S.astype(jnp.float32) * D.astype(jnp.float32), axis=1)
+        sums.across = sums.across + _products_of_states(x)
     sides = ptx.wgmma_wait_group(0, square, dq, dk, erased)
     _meet(x, _DONE)
     return sides
+
+
+def _products_of_states(x):
+    """S ∘ D of the warpgroup's columns, summed up to 64 numbers."""
+    total = ptx.zeros(_PIECE)
+    for row in range(0, x.plan.H, CHUNK):
+        for column in range(0, x.width, _PIECE):
+            S, D = (
+                linear_tiles.ldmatrix(smem.at[pl.ds(x.slab, 1), pl.ds(row, CHUNK)], x.column + column, _PIECE)
+                for smem in (x.s_smem, x.ds_smem)
+            )
+            total = total + S.astype(jnp.float32) * D.astype(jnp.float32)
+    return jnp.sum(total, axis=1)
 
 
 def _write_square(x, sums, square):
