@@ -43,8 +43,8 @@ from jattn.pallas.hopper.lists import i32
 _WARPGROUPS = 2
 _BARRIERS = 5  # first id of the named barriers
 _U, _DONE, _SQUARES, _SUMS, _OUT = range(5)  # meetings, each of which takes two
-_PARTS = ("query", "end", "key", "value", "entered", "across", "erased", "rows")  # sums of rows
-_PIECE = 16  # columns of states that are multiplied at a time: registers are few then
+_PARTS = ("query", "states", "key", "value", "entered", "across", "erased", "rows")  # sums of rows
+_PIECE = 16  # columns that are taken from shared memory at a time: registers are few
 
 
 def _kernel(
@@ -211,7 +211,7 @@ def _one_chunk(x, item, slot, stride):
     following, count = item + stride, _rounds(x.plan)
     plgpu.barrier_wait(x.ready.at[slot])
     zero = plgpu.layout_cast(jnp.zeros(CHUNK, jnp.float32), ptx.ROW)
-    sums, sides = SimpleNamespace(value=zero, entered=zero, across=zero), (None,) * 4
+    sums, sides = SimpleNamespace(value=zero, entered=zero, across=zero), (None,) * 3
     for number in range(count):
         _write_u(x, sums)
         if number == 0:
@@ -221,47 +221,56 @@ def _one_chunk(x, item, slot, stride):
             _copy_columns(x, item, number + 1)
         else:
             pl.when(following < _items(x.plan))(lambda: _copy_columns(x, following, 0))
-    square, dq, dk, erased = sides
+    square, dq, dk = sides
+    sums.states = _row_sums(x, 1, dk)
     _write_square(x, sums, square)
-    _write_gradients(x, sums, dq, dk, erased)
+    _write_gradients(x, sums, dq, dk)
 
 
 def _write_u(x, sums):
     """u of the warpgroup's columns of a round, in v's place."""
-    p, width = x.plan, x.width
-    wide = lambda name: along_columns(x.vector(name), width)  # noqa: E731
+    p = x.plan
     plgpu.barrier_wait(x.early)
-    r = linear_tiles.wgmma("nn", x.qk.at(2 * x.slot + 1), x.S_own, p.dtype)
-    v, dz = (
-        linear_tiles.ldmatrix(smem.at[pl.ds(x.slab, 1)], x.column, width).astype(jnp.float32)
-        for smem in (x.v_smem, x.dd_smem.at[1])
-    )
-    (r,) = ptx.wgmma_wait_group(0, r)
-    sums.value = sums.value + jnp.sum(dz * v, axis=1)
-    sums.entered = sums.entered + jnp.sum(dz * r, axis=1)
-    z = wide("beta") * v - wide("key") * r
-    memory.stmatrix(z.astype(p.dtype), x.v_smem.at[pl.ds(x.slab, 1)], x.column)
+    (r,) = ptx.wgmma_wait_group(0, linear_tiles.wgmma("nn", x.qk.at(2 * x.slot + 1), x.S_own, p.dtype))
+    beta, key = (along_columns(x.vector(name), _PIECE) for name in ("beta", "key"))
+    with_v = with_r = ptx.zeros(_PIECE)
+    for first in range(0, x.width, _PIECE):
+        v, dz = (_tile(smem.at[pl.ds(x.slab, 1)], x.column + first) for smem in (x.v_smem, x.dd_smem.at[1]))
+        own = r[:, first : first + _PIECE]
+        with_v, with_r = with_v + dz * v, with_r + dz * own
+        memory.stmatrix((beta * v - key * own).astype(p.dtype), x.v_smem.at[pl.ds(x.slab, 1)], x.column + first)
+    sums.value = sums.value + jnp.sum(with_v, axis=1)
+    sums.entered = sums.entered + jnp.sum(with_r, axis=1)
     plgpu.commit_smem()
-    (u,) = ptx.wgmma_wait_group(0, linear_tiles.wgmma("nn", x.M.at(x.slot), x.z_own, p.dtype))
+    plgpu.barrier_wait(x.late)
+    u = linear_tiles.wgmma("nn", x.M.at(x.slot), x.z_own, p.dtype)
+    if p.options.rule.decay is not None:
+        sums.across = sums.across + _products_of_states(x)
+    (u,) = ptx.wgmma_wait_group(0, u)
     plgpu.commit_smem()  # all warps are done with z
     memory.stmatrix(u.astype(p.dtype), x.v_smem.at[pl.ds(x.slab, 1)], x.column)
-    plgpu.barrier_wait(x.late)
     _meet(x, _U)
 
 
 def _multiply(x, sums, sides):
-    """do uᵀ of one warpgroup or dz uᵀ of the other, and its columns of do Sᵀ, u Dᵀ and dz Sᵀ, onto those of the rounds
-    before."""
-    dtype, (square, dq, dk, erased) = x.plan.dtype, sides
+    """do uᵀ of one warpgroup or dz uᵀ of the other, and its columns of do Sᵀ and of what of dk meets states, onto those
+    of the rounds before."""
+    dtype, (square, dq, dk) = x.plan.dtype, sides
     square = linear_tiles.wgmma("nt", x.dd.at(x.warpgroup), x.u, dtype, square)
     dq = linear_tiles.wgmma("nt", x.dd, x.S, dtype, dq)
-    dk = linear_tiles.wgmma("nt", x.u, x.D, dtype, dk)
-    erased = linear_tiles.wgmma("nt", x.dd.at(1), x.S, dtype, erased)
-    if x.plan.options.rule.decay is not None:
-        sums.across = sums.across + _products_of_states(x)
-    sides = ptx.wgmma_wait_group(0, square, dq, dk, erased)
+    for smem, name, sign, right in ((x.v_smem, "update", 1, x.D), (x.dd_smem.at[1], "key", -1, x.S)):
+        factor = along_columns(x.vector(name) * sign, ptx.SLAB)
+        for slab in range(_slabs(x.plan)):
+            rows = memory.ldmatrix(smem.at[pl.ds(slab, 1)], ptx.SLAB).astype(jnp.float32)
+            dk = ptx.wgmma_rs_nt((rows * factor).astype(dtype), right.slab(slab), dk)
+    sides = ptx.wgmma_wait_group(0, square, dq, dk)
     _meet(x, _DONE)
     return sides
+
+
+def _tile(ref, column):
+    """`_PIECE` columns of 16-bit `ref [1, 64, 64]`, float32."""
+    return linear_tiles.ldmatrix(ref, column, _PIECE).astype(jnp.float32)
 
 
 def _products_of_states(x):
@@ -270,10 +279,9 @@ def _products_of_states(x):
     for row in range(0, x.plan.H, CHUNK):
         for column in range(0, x.width, _PIECE):
             S, D = (
-                linear_tiles.ldmatrix(smem.at[pl.ds(x.slab, 1), pl.ds(row, CHUNK)], x.column + column, _PIECE)
-                for smem in (x.s_smem, x.ds_smem)
+                _tile(smem.at[pl.ds(x.slab, 1), pl.ds(row, CHUNK)], x.column + column) for smem in (x.s_smem, x.ds_smem)
             )
-            total = total + S.astype(jnp.float32) * D.astype(jnp.float32)
+            total = total + S * D
     return jnp.sum(total, axis=1)
 
 
@@ -281,58 +289,48 @@ def _write_square(x, sums, square):
     """X or Y."""
     p, w = x.plan, x.warpgroup
     products = linear_tiles.wgmma("nt", x.qk.at(2 * x.slot + w), x.qk.at(2 * x.slot + 1), p.dtype)
-    below = ptx.numbers(-w, 0, CHUNK) >= ptx.numbers(i32(0), 1, CHUNK)
-    along = lambda name: linear_tiles.ld_shared_along_rows(x.vectors_smem.at[x.slot, VECTORS.index(name)])  # noqa: E731
-    if p.options.rule.decay is not None:
-        differences = along_columns(x.vector("sums"), CHUNK) - along("sums")
-        square = square * jnp.exp2(jnp.where(below, differences, -jnp.inf))
-    else:
-        square = jnp.where(below, square, 0.0)
-    square = square * along("key_norm")
     is_key = w.astype(jnp.float32)
-    x.query_factor = jnp.float32(p.options.scale) * x.vector("query_norm")
-    factor = x.query_factor * (1 - is_key) - x.vector("beta") * x.vector("key_norm") * is_key
-    narrow = (square * along_columns(factor, CHUNK)).astype(p.dtype)
+    factor = jnp.float32(p.options.scale) * x.vector("query_norm") * (1 - is_key)
+    factor = along_columns(factor - x.vector("beta") * x.vector("key_norm") * is_key, _PIECE)
+    sums_of_rows = along_columns(x.vector("sums"), _PIECE)
     (products,) = ptx.wgmma_wait_group(0, products)
-    sums.erased = jnp.sum(square * products, axis=1)
-    sums.rows = jnp.sum(narrow.astype(jnp.float32) * products, axis=1)
-    memory.stmatrix(narrow, x.squares.at[w])
+    erased = rows = ptx.zeros(_PIECE)
+    for first in range(0, CHUNK, _PIECE):
+        along = lambda name: linear_tiles.ld_shared_along_rows(  # noqa: E731
+            x.vectors_smem.at[x.slot, VECTORS.index(name), pl.ds(first, _PIECE)]
+        )
+        below = ptx.numbers(-w, 0, _PIECE) >= ptx.numbers(i32(first), 1, _PIECE)
+        part, product = (a[:, first : first + _PIECE] for a in (square, products))
+        if p.options.rule.decay is None:
+            part = jnp.where(below, part, 0.0)
+        else:
+            part = part * jnp.exp2(jnp.where(below, sums_of_rows - along("sums"), -jnp.inf))
+        part = part * along("key_norm")
+        narrow = (part * factor).astype(p.dtype)
+        memory.stmatrix(narrow, x.squares.at[w], first)
+        erased, rows = erased + part * product, rows + narrow.astype(jnp.float32) * product
+    sums.erased, sums.rows = jnp.sum(erased, axis=1), jnp.sum(rows, axis=1)
     _meet(x, _SQUARES)
 
 
-def _write_gradients(x, sums, dq, dk, erased):
+def _write_gradients(x, sums, dq, dk):
     p, w, dtype = x.plan, x.warpgroup, x.plan.dtype
-    wide = lambda name: along_columns(x.vector(name), x.half)  # noqa: E731
-    tile = lambda i: linear_tiles.ldmatrix(  # noqa: E731
-        x.qk_smem.at[x.slot, i, pl.ds(x.h_slab, 1)], x.h_column, x.half
-    ).astype(jnp.float32)
     q_own, k_own = (x.qk_own.at(2 * x.slot + i) for i in range(2))
     X, Y = x.XY, x.XY.at(1)
     columns = linear_tiles.wgmma("tn", X, q_own, dtype)
     columns = linear_tiles.wgmma("tn", Y, k_own, dtype, columns)
-    k = tile(1)
-    dk = dk * wide("update")
-    sums.end = jnp.sum(k * dk, axis=1)
-    dq = linear_tiles.wgmma("nn", X, k_own, dtype, dq * wide("query"))
-    dk = linear_tiles.wgmma("nn", Y, k_own, dtype, dk - erased * wide("key"))
+    dq = linear_tiles.wgmma("nn", X, k_own, dtype, dq * along_columns(x.vector("query"), x.half))
+    dk = linear_tiles.wgmma("nn", Y, k_own, dtype, dk)
     columns, dq, dk = ptx.wgmma_wait_group(0, columns, dq, dk)
-    q = tile(0)
-    sums.key = jnp.sum(k * columns, axis=1)
-    sums.query = jnp.sum(q * dq, axis=1)
+    sums.key, sums.query = _row_sums(x, 1, columns), _row_sums(x, 0, dq)
     for i, name in enumerate(_PARTS):
         x.parts[w, i] = getattr(sums, name)
     _meet(x, _SUMS)
     total = lambda name: _part(x, 0, name) + _part(x, 1, name)  # noqa: E731
-    dk = dk + columns
-    if p.options.qk_l2norm:
-        of_q, of_k = x.vector("query_norm"), x.vector("key_norm")
-        of_keys = total("end") - x.vector("key") * total("entered") + total("key") + _part(x, 1, "rows")
-        dq = dq - q * along_columns(of_q * of_q * total("query"), x.half)
-        dk = dk - k * along_columns(of_k * of_k * of_keys, x.half)
-    _write_out(x, dq, dk)
-    batch, chunk, head = x.place
+    along = total("query"), total("states") + total("key") + _part(x, 1, "rows")
+    _write_out(x, dq, dk + columns, along)
+    (batch, chunk, head), rows = x.place, p.T - x.place[1] * CHUNK
     where = batch, chunk * CHUNK, head
-    rows = p.T - chunk * CHUNK
     if p.options.rule.decay is not None:
 
         @pl.when(w == 0)
@@ -341,9 +339,21 @@ def _write_gradients(x, sums, dq, dk, erased):
 
     @pl.when(w == 1)
     def _():
-        key_norm = x.vector("key_norm")
         erased = total("entered") * jnp.exp2(x.vector("sums")) + _part(x, 1, "erased")
-        linear_tiles.st_global_tokens(x.dbeta, *where, total("value") - key_norm * erased, rows)
+        linear_tiles.st_global_tokens(x.dbeta, *where, total("value") - x.vector("key_norm") * erased, rows)
+
+
+def _own_tile(x, i, first):
+    """Of q (0) or k (1), `_PIECE` of the warpgroup's columns."""
+    return _tile(x.qk_smem.at[x.slot, i, pl.ds(x.h_slab, 1)], x.h_column + first)
+
+
+def _row_sums(x, i, value):
+    """Rows of q (0) or k (1) times those of `value`, over the warpgroup's columns."""
+    total = ptx.zeros(_PIECE)
+    for first in range(0, x.half, _PIECE):
+        total = total + _own_tile(x, i, first) * value[:, first : first + _PIECE]
+    return jnp.sum(total, axis=1)
 
 
 def _part(x, warpgroup, name):
@@ -351,8 +361,9 @@ def _part(x, warpgroup, name):
 
 
 def _decay_gradient(x, total):
-    at_and_after = total("query") - x.vector("key") * total("entered") + _part(x, 1, "rows") - total("key")
-    before = total("end") - at_and_after
+    erased = x.vector("key") * total("entered")
+    at_and_after = total("query") - erased + _part(x, 1, "rows") - total("key")
+    before = total("states") + erased - at_and_after
     x.numbers[0] = before
     x.numbers[1] = at_and_after + x.vector("last") * total("across")
     plgpu.commit_smem()
@@ -360,18 +371,26 @@ def _decay_gradient(x, total):
     return linear_tiles.prefix_sums(x.numbers.at[1])[2] + (upto - before)
 
 
-def _write_out(x, dq, dk):
+def _write_out(x, dq, dk, along):
+    """dq and dk, through the norms; `along` is how much of each row of them is along q and k."""
     p, (batch, chunk, head) = x.plan, x.place
-    results = (dq, x.dquery), (dk, x.dkey)
+    for i, (value, array, norm) in enumerate(((dq, x.dquery, "query_norm"), (dk, x.dkey, "key_norm"))):
+        if p.options.qk_l2norm:
+            less = along_columns(x.vector(norm) * x.vector(norm) * along[i], _PIECE)
+        for first in range(0, x.half, _PIECE):
+            part = value[:, first : first + _PIECE]
+            if p.options.qk_l2norm:
+                part = part - less * _own_tile(x, i, first)
+            if p.N == p.K:
+                smem = x.qk_smem.at[x.slot, i, pl.ds(x.h_slab, 1)]
+                memory.stmatrix(part.astype(p.dtype), smem, x.h_column + first)
+            else:
+                start, rows = (batch, chunk * CHUNK, head), p.T - chunk * CHUNK
+                memory.st_global(array, start, part, rows, x.warpgroup * x.half + first)
     if p.N != p.K:
-        for value, array in results:
-            start, rows = (batch, chunk * CHUNK, head), p.T - chunk * CHUNK
-            memory.st_global(array, start, value, rows, x.warpgroup * x.half)
         return
-    for i, (value, _) in enumerate(results):
-        memory.stmatrix(value.astype(p.dtype), x.qk_smem.at[x.slot, i, pl.ds(x.h_slab, 1)], x.h_column)
     _meet(x, _OUT)
-    for i, (_, array) in enumerate(results):
+    for i, array in enumerate((x.dquery, x.dkey)):
         rows = array.at[batch, pl.ds(chunk * CHUNK, CHUNK), head]
 
         @pl.when(x.warpgroup == i)

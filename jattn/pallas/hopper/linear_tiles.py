@@ -41,17 +41,18 @@ def ld_global_tokens(ref, batch, token, head, rows) -> jax.Array:
 
 
 def ld_shared_along_rows(ref) -> jax.Array:
-    """float32 `ref [64]` in shared memory as `[64, 64]`, entry c in all of column c (`ld.shared.v2.f32`)."""
+    """float32 `ref [n]` in shared memory as `[64, n]`, entry c in all of column c (`ld.shared.v2.f32`)."""
+    columns = ref.shape[0]
     if interpreting():
-        value = jnp.broadcast_to(ref[...], (TILE_ROWS, TILE_ROWS))
+        value = jnp.broadcast_to(ref[...], (TILE_ROWS, columns))
         plgpu.commit_smem()  # to the emulation a copy into what was read is a race without it
         return value
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=ptx.array_type(TILE_ROWS))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=ptx.array_type(columns))
     def load(_, ref):
         _, column = ptx.lane_position()
         base = _offset(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), column, 4)
-        return ptx.from_scalars(sum((2 * _ld_shared(base, 32 * g, 2) for g in range(8)), []))
+        return ptx.from_scalars(sum((2 * _ld_shared(base, 32 * g, 2) for g in range(columns // 8)), []))
 
     return load(ref)
 
