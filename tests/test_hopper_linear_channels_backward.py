@@ -15,15 +15,9 @@ from test_hopper_linear_channels import BF16, COMPILED, alike, described, empty_
 
 from jattn._linear import Context
 from jattn.pallas import linear_chunk as mosaic
-from jattn.pallas.hopper import linear_channel_backward
 from jattn.reference import linear as reference
 
 GLA = dict(beta=None, qk_l2norm=False)
-
-
-@pytest.fixture(autouse=True)
-def with_backward(monkeypatch):
-    monkeypatch.setattr(mosaic, "_BACKWARDS", (None, linear_channel_backward))
 
 
 def idle(p):

@@ -5,16 +5,27 @@ The kernels are in `jattn.pallas.hopper`: `linear_prepare` and `linear_scan` for
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from jattn._linear import RULES, Context, Residuals
+from jattn._linear import RULES, Arrays, Context, Residuals
 from jattn._varying import unvary, vary, varying_axes
+from jattn.pallas import linear_pieces, partition
 from jattn.pallas._compat import mapped_in_turn
 from jattn.pallas.attention import PLATFORM, why_not_here
-from jattn.pallas.hopper import linear_channel_prepare, linear_channel_scan, linear_prepare, linear_scan
-from jattn.pallas.hopper.linear_plan import Inputs, Plan, warpgroups_of
+from jattn.pallas.hopper import (
+    linear_backward_chunk,
+    linear_channel_backward,
+    linear_channel_prepare,
+    linear_channel_scan,
+    linear_prepare,
+    linear_scan,
+)
+from jattn.pallas.hopper.linear_plan import Gradients, Inputs, Plan, warpgroups_of
 from jattn.reference import linear
 from jattn.reference.linear_operands import activated, log_decay
 
@@ -22,19 +33,32 @@ __all__ = ["PLATFORM", "ChunkConfig", "backward", "choose", "forward", "why_not"
 
 _LARGEST_H, _LARGEST_D = 128, 256
 _MULTIPROCESSORS = 132
-_BACKWARDS = ()
 _KERNELS = (linear_prepare, linear_scan), (linear_channel_prepare, linear_channel_scan)  # by head, by channel
+_BACKWARDS = linear_backward_chunk, linear_channel_backward
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkConfig:
-    """There is nothing to choose."""
+    """How the scan is spread over a device.
+
+    Args:
+        piece: chunks of 64 tokens of each piece that a sequence is cut into, which run side by side; None: not cut.
+    """
+
+    piece: int | None = None
+
+    def __post_init__(self):
+        if self.piece is not None and (not isinstance(self.piece, int) or self.piece <= 0):
+            raise ValueError(f"piece={self.piece!r} must be a positive int or None")
 
 
 def choose(problem, config) -> ChunkConfig:
-    if not isinstance(config, ChunkConfig | None):
+    """Sequences are cut where there are too few heads; however long they are, since bits must not depend on that."""
+    if config is None:
+        return ChunkConfig(linear_pieces.piece_of(problem.B * problem.N, problem.H, problem.D))
+    if not isinstance(config, ChunkConfig):
         raise TypeError(f"config={config!r} is not a jattn.pallas.linear_chunk.ChunkConfig, which mosaic takes")
-    return ChunkConfig()
+    return config
 
 
 def why_not(problem) -> str | None:
@@ -73,16 +97,23 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
         options = dataclasses.replace(options, config=linear.SpanConfig(1))
         return vary(linear.forward(arrays, Context(), options, rest=rest), axes)
     save, by_channel = rest and options.residuals == "save", options.rule.decay == "channel"
-    plan = _plan(arrays, options, multiprocessors, stages=2 if save or by_channel else 3, save=save)
+    how = dict(multiprocessors=multiprocessors, interpret=interpret)
 
-    def run(inputs):
-        prepare, scan = _KERNELS[by_channel]
-        prepared = prepare.launch(plan, inputs, multiprocessors=multiprocessors, interpret=interpret)
-        out, state, states = scan.launch(plan, inputs, prepared, interpret=interpret)
-        scores = prepared.scores if save and by_channel else None
-        return out, state, Residuals(states, scores, prepared.inverse) if save else None
+    def part(arrays):
+        plan = _plan(arrays, options, multiprocessors, stages=2 if save or by_channel else 3, save=save)
 
-    out, state, saved = mapped_in_turn(run, unrolled=bool(interpret))(_inputs(arrays))
+        def run(inputs):
+            prepare, scan = _KERNELS[by_channel]
+            prepared = prepare.launch(plan, inputs, **how)
+            out, state, states = linear_pieces.scan(scan, plan, inputs, prepared, **how)
+            scores = prepared.scores if by_channel else None
+            return out, state, Residuals(states, scores, prepared.inverse) if save else None
+
+        return mapped_in_turn(run, unrolled=bool(interpret))(_inputs(arrays))
+
+    matrices = None if not by_channel else _SAVED, _SAVED if options.rule.delta else None
+    results = _LETTERS["value"], _LETTERS["initial_state"], Residuals(_SAVED, *matrices) if save else None
+    out, state, saved = part(arrays) if interpret else _divided(part, (arrays,), (_letters(arrays),), results)
     return vary(((out.astype(options.out_dtype), state.astype(options.state_dtype), None), saved), axes)
 
 
@@ -102,18 +133,62 @@ def backward(arrays, context, options, rest, cotangents, *, interpret=False, mul
     if 0 in arrays.query.shape[:2]:  # nothing to launch
         options = dataclasses.replace(options, config=linear.SpanConfig(1))
         return vary(linear.backward(arrays, Context(), options, rest, (dout, dfinal, None)), axes)
-    plan = _plan(arrays, options, multiprocessors)
+    by_channel = options.rule.decay == "channel"
 
-    def run(*operands):
-        found = _BACKWARDS[options.rule.decay == "channel"].launch(
-            plan, *operands, multiprocessors=multiprocessors, interpret=interpret
-        )
-        K = arrays.query.shape[2]
-        return dataclasses.replace(found, query=_group_sums(found.query, K), key=_group_sums(found.key, K))
+    def part(arrays, *saved):
+        how = dict(multiprocessors=multiprocessors, interpret=interpret)
+        plan = _plan(arrays, options, multiprocessors)
+        run = functools.partial(_BACKWARDS[by_channel].launch, plan, **how)
+        return mapped_in_turn(run, unrolled=bool(interpret))(_inputs(arrays), *saved)
 
-    operands = _inputs(arrays), rest, dout.astype(arrays.query.dtype), dfinal.astype(jnp.float32)
-    found = mapped_in_turn(run, unrolled=bool(interpret))(*operands)
+    operands = arrays, rest, dout.astype(arrays.query.dtype), dfinal.astype(jnp.float32)
+    letters = _letters(arrays), jax.tree.map(lambda _: _SAVED, rest), _LETTERS["value"], _LETTERS["initial_state"]
+    tokens, g, beta = _LETTERS["value"], options.rule.decay, options.rule.delta
+    g = None if g is None else tokens if by_channel else _LETTERS["beta"]
+    beta = _LETTERS["beta"] if beta else None
+    results = Gradients(tokens, tokens, tokens, g, beta, _LETTERS["initial_state"])
+    found = part(*operands) if interpret else _divided(part, operands, letters, results)
+    K = arrays.query.shape[2]
+    found = dataclasses.replace(found, query=_group_sums(found.query, K), key=_group_sums(found.key, K))
     return vary(jax.tree.map(lambda d, x: d.astype(x.dtype), _with_gates(arrays, options, found), arrays), axes)
+
+
+# Which axes may be cut over devices, see `partition`.
+_LETTERS = {
+    "query": P("b", None, "k", None), "key": P("b", None, "k", None), "value": P("b", None, "n", None),
+    "g": P("b", None, "n", None), "beta": P("b", None, "n"), "initial_state": P("b", "n", None, None), "scale": P(),
+    "A_log": P("n"), "dt_bias": P("n", None),
+}  # fmt: skip
+_SAVED = P("b", None, "n", None, None)
+
+
+def _letters(arrays) -> Arrays:
+    given = {name: x for name in _LETTERS if (x := getattr(arrays, name)) is not None}
+    return Arrays(**dict.fromkeys(_LETTERS) | {name: P(*_LETTERS[name][: x.ndim]) for name, x in given.items()})
+
+
+def _divided(part, operands, letters, results):
+    """`part(*operands)`, on each device for its part of the batch and the heads."""
+    arrays = operands[0]
+    leaves, structure = jax.tree.flatten(operands)
+    N, group = arrays.value.shape[2], arrays.value.shape[2] // arrays.query.shape[2]
+
+    def one(head, *leaves):
+        arrays, *rest = jax.tree.unflatten(structure, leaves)
+        return tuple(jax.tree.leaves(part(_with_own_keys(arrays, head[0], group), *rest)))
+
+    axes = [("n",), *map(tuple, jax.tree.leaves(letters))]
+    found = partition.cut(one, axes, tuple(map(tuple, jax.tree.leaves(results))))(jnp.arange(N, dtype=jnp.int32), *leaves)
+    return jax.tree.unflatten(jax.tree.structure(results), found)
+
+
+def _with_own_keys(arrays, head, group):
+    """Leaves out the key heads of other devices, where there are fewer than devices and each holds all."""
+    mine = arrays.value.shape[2]
+    if mine == arrays.query.shape[2] * group:
+        return arrays
+    own = lambda x: lax.dynamic_slice_in_dim(x, head // group, max(1, mine // group), axis=2)  # noqa: E731
+    return dataclasses.replace(arrays, query=own(arrays.query), key=own(arrays.key))
 
 
 def _group_sums(x, K):
@@ -146,6 +221,7 @@ def _with_gates(arrays, options, found):
 
 def _plan(arrays, options, multiprocessors, **how) -> Plan:
     (B, T, K, H), (N, D) = arrays.query.shape, arrays.value.shape[2:]
+    how |= dict(piece=None if options.config is None else options.config.piece)
     warpgroups = warpgroups_of(B * N, D, multiprocessors)
     return Plan(B=B, T=T, N=N, K=K, H=H, D=D, options=_compiled(options), warpgroups=warpgroups, **how)
 

@@ -24,8 +24,6 @@ Source: Kimi Team, "Kimi Linear" (2025); Yang et al., "Gated Linear Attention Tr
 import dataclasses
 from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jattn._linear import CHUNK
@@ -33,8 +31,18 @@ from jattn.pallas._compat import kernel, pl, plgpu
 from jattn.pallas.hopper import linear_tiles, ptx
 from jattn.pallas.hopper.linear_channel_plan import Prepared
 from jattn.pallas.hopper.linear_channel_tiles import times_along_rows
-from jattn.pallas.hopper.linear_plan import COLUMNS, Plan, copy_rows, saved_states
-from jattn.pallas.hopper.linear_walk import initial_state, produce, states_smem, write_entering, write_out, write_state
+from jattn.pallas.hopper.linear_plan import COLUMNS, Plan, copy_rows
+from jattn.pallas.hopper.linear_walk import (
+    initial_state,
+    place,
+    produce,
+    result_shapes,
+    results_of,
+    states_smem,
+    write_entering,
+    write_out,
+    write_state,
+)
 from jattn.pallas.hopper.lists import i32
 
 _REGISTERS = 232, 40  # of a computing warpgroup's threads, of the producer's
@@ -61,17 +69,12 @@ def _kernel(
     ready,  # [stages] TMA
     free,  # [stages] every warpgroup is done with the chunk
 ):
-    warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-    part, rest = lax.rem(block, i32(plan.parts)), lax.div(block, i32(plan.parts))
+    warpgroup = lax.axis_index("warpgroup")
     x = SimpleNamespace(
         plan=plan, dout=dout, prepared=prepared, initial_state=dfinal, out=dz, state=dinitial, states=dstates,
         states_smem=states_smem, do_smem=do_smem, matrices=matrices, out_smem=out_smem, ready=ready, free=free,
-        head=lax.rem(rest, i32(plan.N)), batch=lax.div(rest, i32(plan.N)),
-        first=part * (COLUMNS * plan.warpgroups), warpgroup=warpgroup,
+        warpgroup=warpgroup, **place(plan),
     )  # fmt: skip
-
-    # Traced: the index of a loop over a constant number is int64 in 64-bit mode.
-    x.chunks = jnp.minimum(x.batch, 0) + plan.chunks
 
     @pl.when(warpgroup == plan.warpgroups)
     def _():
@@ -90,16 +93,16 @@ def _kernel(
 
 def _copy_chunk(x, i, slot):
     chunk = x.chunks - 1 - i
-    ready, place, given, smem = x.ready.at[slot], (x.batch, chunk, x.head), x.prepared, x.matrices
+    ready, at, given, smem = x.ready.at[slot], (x.batch, chunk, x.head), x.prepared, x.matrices
     copy_rows(x.plan, x.dout, x.batch, chunk, x.head, x.do_smem.at[slot], ready, x.first)
-    plgpu.copy_gmem_to_smem(given.scores.at[place], smem.scores.at[slot, 0], ready)
+    plgpu.copy_gmem_to_smem(given.scores.at[at], smem.scores.at[slot, 0], ready)
     for array, room in ((given.update, smem.update), (given.query, smem.query), (given.erase, smem.erase)):
         if array is not None:
             for slab in range(ptx.slabs(x.plan.H)):
-                plgpu.copy_gmem_to_smem(array.at[(*place, slab)], room.at[slot, slab], ready)
+                plgpu.copy_gmem_to_smem(array.at[(*at, slab)], room.at[slot, slab], ready)
     if given.inverse is not None:
-        plgpu.copy_gmem_to_smem(given.inverse.at[place], smem.inverse.at[slot, 0], ready)
-    plgpu.copy_gmem_to_smem(given.vector.at[place], smem.vector.at[slot], ready)
+        plgpu.copy_gmem_to_smem(given.inverse.at[at], smem.inverse.at[slot, 0], ready)
+    plgpu.copy_gmem_to_smem(given.vector.at[at], smem.vector.at[slot], ready)
 
 
 # --- consumer ---------------------------------------------------------------------------------------------------------
@@ -148,30 +151,25 @@ def _one_chunk(x, i, D):
 
 def launch(plan: Plan, prepared, dout, dfinal, *, interpret=False):
     """Runs the kernel: `(dz [B, T, N, D], dinitial float32 [B, N, H, D] or [B, N, D, H], dstates [B, n, N, H, D])`."""
-    plan, given = dataclasses.replace(plan, save=True, stages=_STAGES), prepared.all
+    plan, given = dataclasses.replace(plan, save=True, piece=None, stages=_STAGES), prepared.all
 
     def body(dout, *refs, **allocations):
         mine, rest = Prepared(*refs[: len(given)]), refs[len(given) :]
         smem = Prepared(*(allocations.pop(f"matrix{i}") for i in range(len(given))))
         _kernel(plan, dout, mine, *rest, matrices=smem, **allocations)
 
-    heads, by_keys = plan.B * plan.N, plan.options.state_layout == "kv"
-    shape = (heads, plan.H, plan.D) if by_keys else (heads, plan.D, 1, plan.H)
-    dz, dinitial, dstates = kernel(
+    shapes = result_shapes(plan)
+    found = kernel(
         body,
         name="jattn_linear_channel_backward_scan",
-        out_type=(
-            jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.D), plan.dtype),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-            *saved_states(plan),
-        ),
+        out_type=tuple(shapes[name] for name in ("out", "state", "states")),
         scratch=_scratch(plan, given),
-        grid={"block": heads * plan.parts},
+        grid={"block": plan.blocks},
         warpgroups=plan.warpgroups + 1,
         interpret=interpret,
         approximate=False,
     )(dout, *given, dfinal)
-    return dz, dinitial.reshape(plan.B, plan.N, *((plan.H, plan.D) if by_keys else (plan.D, plan.H))), dstates
+    return results_of(plan, found)
 
 
 def _scratch(plan, given) -> dict:

@@ -60,8 +60,8 @@ def _kernel(
     k_smem,  # [slabs of H, 64, 64]; lower halves of dk; dk on its way out
     rooms,  # [5, 64, 64]: three right operands of 64 channels, dA, β dL; then q and k again
     sums,  # float32 [64, pitch]: of log decays, from the start of a block of 16; then dq
+    others,  # float32 [8, H]: of log decays, of all blocks before each block, and of all after it
     vector,  # float32 [H + 64] or [H]: across, see `Parts`
-    totals,  # float32 [2, 2, 4, 32]: sums of blocks
     # barriers
     ready,  # TMA
     again,  # TMA
@@ -73,8 +73,8 @@ def _kernel(
         plan=plan, **dict.fromkeys(_INPUTS), head=head, chunk=chunk, batch=batch, place=(batch, chunk, head)
     )
     vars(x).update(
-        inputs, parts=parts, dq=dq, dk=dk, dg=dg, q_smem=q_smem, k_smem=k_smem, sums=sums, rooms=rooms, vector=vector,
-        totals=totals, rows=plan.T - chunk * CHUNK, tile=first_tile(plan, *x.place),
+        inputs, parts=parts, dq=dq, dk=dk, dg=dg, q_smem=q_smem, k_smem=k_smem, sums=sums, others=others, rooms=rooms,
+        vector=vector, rows=plan.T - chunk * CHUNK, tile=first_tile(plan, *x.place),
     )  # fmt: skip
     delta, slabs = plan.options.rule.delta, ptx.slabs(plan.H)
     x.squares = [rooms.at[i : i + 1] for i in range(3, 4 + delta)]
@@ -84,11 +84,12 @@ def _kernel(
     plgpu.copy_gmem_to_smem(parts.vector.at[x.place], vector, ready)
     beta = activated_beta(x) if delta else None
     sum_log_decays(x)
+    tiles.st_other_sums(sums, others)
     plgpu.barrier_wait(ready)
     own.decay_by_chunk(sums, vector, plan.H)
     x.norms = (None, None)
     if plan.options.qk_l2norm:
-        x.norms = inverse_norms(q_smem, plan.H), inverse_norms(k_smem, plan.H)
+        x.norms = tuple(inverse_norms(x))
     x.diagonal = along_columns(own.diagonal(x.squares[0]), tiles.PIECE)
     x.right = [
         ptx.matrix(lambda _, i=i: rooms.at[i : i + 1], CHUNK, ptx.SLAB, along_rows=True) for i in range(2 + delta)
@@ -176,11 +177,10 @@ def _one_piece(x, piece, place, carry):
     dq, dk, w, *rest = lax.fori_loop(0, len(tiles.LEVELS), one_level, state)
     dq, dk = dq + x.diagonal * k, dk + x.diagonal * q
     dq, dk, w, to_end = _with_states(x, piece, q, k, sums, dq, dk, w)
-    totals = x.totals.at[lax.rem(piece, i32(2))]
     suffix_sums = own.block_suffix_sums(w)
-    own.st_block_sums(totals, suffix_sums, to_end)
+    own.st_block_sums(x.sums, place, suffix_sums, to_end)
     plgpu.commit_smem()
-    dg = suffix_sums + own.ld_block_sums(totals) + own.ld_along_rows(x.vector, piece)
+    dg = suffix_sums + own.ld_block_sums(x.sums, place) + own.ld_along_rows(x.vector, piece)
     memory.st_global(x.dg, (x.batch, x.chunk * CHUNK, x.head), dg, x.rows, piece * tiles.PIECE)
     if x.plan.options.qk_l2norm:
         own.st_own(x.sums, piece, dq)
@@ -226,11 +226,11 @@ def _with_states(x, piece, q, k, sums, dq, dk, w):
     """Adds the products with states; also k times what it gets from the leaving one."""
     pieces = x.plan.H // tiles.PIECE
     read = lambda i: own.ld_global_tile(x.parts.across, x.tile + i * pieces + piece)  # noqa: E731
-    from_start = sums + tiles.ld_other_sums(x.sums, piece, after=False)
+    from_start = sums + tiles.ld_stored_sums(x.others, piece, after=False)
     part = tiles.decayed(read(0), from_start)
     dq, w = dq + part, w + q * part
     end = tiles.ld_sums(x.sums, piece, put=tiles.BLOCK - 1)
-    part = tiles.decayed(tiles.decayed(read(1), sums, end), tiles.ld_other_sums(x.sums, piece, after=True))
+    part = tiles.decayed(read(1), tiles.apart(sums, end) + tiles.ld_stored_sums(x.others, piece, after=True))
     to_end = k * part
     dk, w = dk + part, w - to_end
     if x.plan.options.rule.delta:
@@ -286,8 +286,8 @@ def launch(plan: Plan, inputs, parts, *, interpret=False):
             k_smem=smem(slabs),
             rooms=smem(5),
             sums=plgpu.SMEM((CHUNK, tiles.pitch(plan.H)), jnp.float32),
+            others=plgpu.SMEM((8, plan.H), jnp.float32),
             vector=plgpu.SMEM(parts.vector.shape[3:], jnp.float32),
-            totals=plgpu.SMEM((2, 2, 4, tiles.PIECE), jnp.float32),
             ready=plgpu.Barrier(num_arrivals=2 * slabs + 2 + delta),
             again=plgpu.Barrier(num_arrivals=2 * slabs),
         ),  # fmt: skip

@@ -262,10 +262,8 @@ def _level(square, lane, bit) -> list:
     mask = arith.select(equal(first, bit), integer(0xFFFFFFFF), integer(0))
     mask = arith.select(equal(arith.addi(apart, bit), integer(1)), half, mask)
     corner = arith.select(equal(bit, integer(8)), integer(0xFFFFFFFF), integer(0))
-    return [
-        arith.andi(x, m)
-        for x, m in zip((arith.ori(a[0], b[0]), a[1], b[1], arith.ori(a[3], b[3])), (mask, corner, corner, mask))
-    ]
+    words = arith.ori(a[0], b[0]), a[1], b[1], arith.ori(a[3], b[3])
+    return list(map(arith.andi, words, (mask, corner, corner, mask)))
 
 
 def add_to_sums(sums, x) -> jax.Array:
@@ -326,20 +324,21 @@ def block_suffix_sums(x) -> jax.Array:
     return add_up(x)
 
 
-def st_block_sums(ref, suffix_sums, x) -> None:
-    """Stores for each block of 16 tokens, to float32 `ref [2, 4, 32]`: Σ of x `[64, 32]` plus the first row of the
-    block's suffix sums; and Σ of x."""
+def st_block_sums(sums, buffer, suffix_sums, x) -> None:
+    """Stores for each block of 16 tokens: Σ of x `[64, 32]` plus the first row of the block's suffix sums; and Σ of x.
+    They lie in the last 8 columns of float32 `sums [64, H + 8]`, of which nothing else is made: a buffer, 0 or 1, is 32
+    rows, and 4 of them have a block's."""
     if interpreting():
         total = jnp.sum(x.reshape(-1, BLOCK, PIECE), axis=1)
-        ref[0], ref[1] = total + suffix_sums[::BLOCK], total
+        both = jnp.stack([total + suffix_sums[::BLOCK], total]).reshape(32, 8)
+        sums[pl.ds(buffer * 32, 32), pl.ds(sums.shape[1] - 8, 8)] = both
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, WGMMA))
-    def store(_, ref, suffix_sums, x):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, WGMMA, WGMMA))
+    def store(_, sums, buffer, suffix_sums, x):
         lane, warp = _lane_and_warp()
         suffix, values = ptx.scalars(suffix_sums), ptx.scalars(x)
-        start = _offset(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), warp, 4 * PIECE)
-        place = _offset(start, arith.remui(lane, integer(4)), 8)
+        place, row = _of_block_sums(sums, buffer.registers[()], warp)
         is_first = arith.extui(i32(), arith.cmpi(arith.CmpIPredicate.ult, lane, integer(4)))
         for n in range(0, len(values), 4):
             totals = [ptx.add(values[n + i], values[n + i + 2]) for i in range(2)]
@@ -348,35 +347,40 @@ def st_block_sums(ref, suffix_sums, x) -> None:
             both = [ptx.add(v, suffix[n + i]) for i, v in enumerate(totals)]
             for i, pair in enumerate((both, totals)):
                 text = "{ .reg .pred p; setp.ne.b32 p, $1, 0;"
-                text += f" @p st.shared.v2.f32 [$0 + {4 * (4 * PIECE * i + 2 * n)}], {{$2, $3}}; }}"
+                text += f" @p st.shared.v2.f32 [$0 + {row * (16 * i + n // 4)}], {{$2, $3}}; }}"
                 llvm.inline_asm(ir.Type.parse(_VOID), [place, is_first, *pair], text, "r,r,f,f", has_side_effects=True)
 
-    store(ref, suffix_sums, x)
+    store(sums, jnp.asarray(buffer, jnp.int32), suffix_sums, x)
 
 
-def ld_block_sums(ref) -> jax.Array:
+def ld_block_sums(sums, buffer) -> jax.Array:
     """`[64, 32]` from what `st_block_sums` stored: the first sums of later blocks, and the second of others."""
     if interpreting():
+        later, rest = sums[pl.ds(buffer * 32, 32), pl.ds(sums.shape[1] - 8, 8)].reshape(2, 4, PIECE)
         mine, others = jnp.arange(TILE_ROWS, dtype=jnp.int32)[:, None] // BLOCK, jnp.arange(4, dtype=jnp.int32)
-        later, rest = ref[0], ref[1]
-        plgpu.commit_smem()
         return jnp.sum(jnp.where((others > mine)[:, :, None], later, rest), axis=1)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=ptx.array_type(PIECE))
-    def load(_, ref):
-        lane, warp = _lane_and_warp()
-        start = _offset(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), arith.remui(lane, integer(4)), 8)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=ptx.array_type(PIECE))
+    def load(_, sums, buffer):
+        _, warp = _lane_and_warp()
+        start, row = _of_block_sums(sums, buffer.registers[()], integer(0))
         columns = [ptx.constant(0)] * (PIECE // 4)
         for block in range(4):
             later = arith.cmpi(arith.CmpIPredicate.ult, warp, integer(block))
-            which = arith.select(later, integer(0), integer(4 * PIECE * 4))
-            place, found = arith.addi(start, which), []
-            for n in range(PIECE // 8):
-                found += _ld_shared(place, 4 * (PIECE * block + 8 * n), 2)
+            place = arith.addi(start, arith.select(later, integer(0), integer(16 * row)))
+            found = sum((_ld_shared(place, row * (4 * block + n), 2) for n in range(PIECE // 8)), [])
             columns = [ptx.add(a, b) for a, b in zip(columns, found, strict=True)]
         return _same_rows(columns)
 
-    return load(ref)
+    return load(sums, jnp.asarray(buffer, jnp.int32))
+
+
+def _of_block_sums(sums, buffer, block):
+    """Where this thread's channels lie, and the bytes of a row."""
+    width = ir.MemRefType(sums.type).shape[1]
+    row = arith.addi(arith.muli(buffer, integer(32)), arith.muli(block, integer(4)))
+    place = _offset(llvm.ptrtoint(i32(), utils.memref_ptr(sums)), row, 4 * width)
+    return _offset(arith.addi(place, integer(4 * (width - 8))), ptx.lane_position()[1], 4), 4 * width
 
 
 def ld_along_rows(ref, piece) -> jax.Array:
