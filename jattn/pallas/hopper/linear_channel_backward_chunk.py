@@ -157,7 +157,9 @@ def _delta(x, whole):
     (rest,) = ptx.wgmma_wait_group(0, ptx.wgmma_nn(v, erase, whole(x.S_smem, p.D, p.H, **by_rows), p.dtype))
     plgpu.barrier_wait(x.second)
     x.vector[pl.ds(p.H, CHUNK)] = _row_sums((rest[:, _columns(i)], _square(x.dz_smem, i)) for i in _slabs(x))
-    memory.stmatrix((along_columns(beta, p.D) * rest).astype(p.dtype), x.v_smem)
+    beside = along_columns(beta, ptx.SLAB)
+    for i in _slabs(x):
+        memory.stmatrix((beside * rest[:, _columns(i)]).astype(p.dtype), x.v_smem.at[pl.ds(i, 1)])
     for i, left, factor in ((0, x.do, jnp.float32(p.options.scale)), (2, dz_matrix, along_columns(-beta, p.H))):
         (found,) = ptx.wgmma_wait_group(0, ptx.wgmma_ss(left, x.S, p.dtype))
         found = found * factor
@@ -172,7 +174,6 @@ def _delta(x, whole):
     plgpu.commit_smem()
     found = ptx.wgmma_ss(x.do, x.u, p.dtype), ptx.wgmma_ss(dz_matrix, x.u, p.dtype)
     dA, dL = ptx.wgmma_wait_group(0, *found)
-    beside = along_columns(beta, ptx.SLAB)
     dv = [(beside * _square(x.dz_smem, i).astype(jnp.float32)).astype(p.dtype) for i in _slabs(x)]
     plgpu.commit_smem()  # do, dz and u in shared memory have been read
     for i, smem in zip(range(0, p.H, CHUNK), (x.do_smem, x.dz_smem), strict=False):
