@@ -1,6 +1,6 @@
 """The backward of KDA and GLA on compute capability 9.0: four kernels in a row.
 
-    linear_channel_prepare             queries and keys decayed, A and T again
+    linear_channel_prepare             queries and keys decayed, again; A and T are known
     linear_channel_backward_scan       the walk from the last chunk to the first
     linear_channel_backward_chunk      products with states, chunk by chunk
     linear_channel_backward_scores     gradients through scores, sums over tokens, norms
@@ -20,7 +20,10 @@ from jattn.pallas.hopper.linear_plan import Gradients, Plan
 def launch(plan: Plan, inputs, residuals, dout, dfinal, *, multiprocessors: int, interpret=False) -> Gradients:
     """Gradients of `Inputs`, from the cotangents of the output `[B, T, N, D]` and of the final state, float32 in the
     call's layout."""
-    prepared = linear_channel_prepare.launch(plan, inputs, multiprocessors=multiprocessors, interpret=interpret)
+    prepared = linear_channel_prepare.launch(
+        plan, inputs, multiprocessors=multiprocessors, interpret=interpret, scores=residuals.scores,
+        inverse=residuals.inverse,
+    )  # fmt: skip
     dz, dinitial, dstates = linear_channel_backward_scan.launch(plan, prepared, dout, dfinal, interpret=interpret)
     parts, dv = linear_channel_backward_chunk.launch(
         plan, inputs, prepared, residuals.states, dout, dz, dstates, interpret=interpret
