@@ -50,19 +50,21 @@ def st_global_tiles(ref, first, array: jax.Array) -> None:
 
 
 def ld_global_tile(ref, number) -> jax.Array:
-    """A tile that `st_global_tiles` stored, float32 `[64, 32]`."""
+    """A tile that `st_global_tiles` stored, bfloat16 `[64, 32]`."""
     if interpreting():
-        return ref[number].reshape(TILE_ROWS, PIECE).astype(jnp.float32)
+        return ref[number].reshape(TILE_ROWS, PIECE)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=ptx.array_type(PIECE))
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((TILE_ROWS, PIECE), ref.dtype, layout=WGMMA),
+    )
     def load(_, ref, number):
-        kind, pointer, values = llvm.StructType.get_literal([i32()] * 4), _place(ref, number), []
+        kind, pointer, words = llvm.StructType.get_literal([i32()] * 4), _place(ref, number), []
         for i in range(0, PIECE // 4, 4):
             text = f"ld.global.nc.v4.b32 {{$0, $1, $2, $3}}, [$4 + {512 * i}];"
             four = llvm.inline_asm(kind, [pointer], text, "=r,=r,=r,=r,l", has_side_effects=True)
-            for j in range(4):
-                values += unpacked(llvm.extractvalue(i32(), four, [j]))
-        return ptx.from_scalars(values)
+            words += [llvm.extractvalue(i32(), four, [j]) for j in range(4)]
+        return ptx.from_pairs(words, ir.MemRefType(ref.type).element_type)
 
     return load(ref, jnp.asarray(number, jnp.int32))
 
