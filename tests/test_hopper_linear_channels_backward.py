@@ -27,6 +27,12 @@ def idle(p):
     return dataclasses.replace(p, beta=beta)
 
 
+def at_the_bound():
+    """Raw gates so large that all but some decay by exp(-5)."""
+    p = make(gate="bounded")
+    return dataclasses.replace(p, g=np.where(np.random.default_rng(4).random(p.g.shape) < 0.9, np.float32(30), p.g))
+
+
 CASES = {
     "mixed gates": (make(), {}),
     "gates at -5": (make(gates="bound"), {}),
@@ -38,6 +44,7 @@ CASES = {
     "keys alike, beta 1.99": (alike(0.5, 1.99), {}),
     "beta 0": (idle(make()), {}),
     "bounded gate, layout vk": (make(T=66, gate="bounded", beta_activation="sigmoid2"), dict(state_layout="vk")),
+    "bounded gate at its bound": (at_the_bound(), {}),
     "softplus, groups, narrow": (make(T=17, N=2, H=64, gate="softplus", scale=0.3), {}),
     "one token, no state": (make(T=1, state=False, qk_l2norm=False), {}),
     "without the delta rule": (dataclasses.replace(make(), **GLA), {}),

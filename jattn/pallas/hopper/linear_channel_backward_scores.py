@@ -91,6 +91,7 @@ def _kernel(
     if plan.options.qk_l2norm:
         x.norms = tuple(inverse_norms(x))
     x.diagonal = along_columns(own.diagonal(x.squares[0]), tiles.PIECE)
+    x.own = [own.ld_own(square) for square in x.squares] + [None] * (not delta)
     x.right = [
         ptx.matrix(lambda _, i=i: rooms.at[i : i + 1], CHUNK, ptx.SLAB, along_rows=True) for i in range(2 + delta)
     ]
@@ -170,20 +171,22 @@ def _one_piece(x, piece, place, carry):
     sums = tiles.ld_sums(x.sums, piece)
     pieces = x.plan.H // tiles.PIECE
     across = [own.ld_global_tile(x.parts.across, x.tile + i * pieces + piece) for i in range(2 + delta)]
-    dL = x.squares[1] if delta else None
 
     def one_level(i, state):
         bit = lax.shift_right_logical(i32(tiles.LEVELS[0]), _int(i))
-        return own.add_level(state, q, k, sums, own.ld_anchors(x.sums, piece, bit), x.squares[0], dL, bit)
+        return own.add_level(state, q, k, sums, own.ld_anchors(x.sums, piece, bit), *x.own, bit)
 
-    dq, dk, w, *rest = lax.fori_loop(0, len(tiles.LEVELS), one_level, state)
+    if (shift := tiles.shift(x.plan.options)) is None:
+        state = lax.fori_loop(0, len(tiles.LEVELS), one_level, state)
+    else:
+        state = own.add_blocks(state, q, k, sums + jnp.float32(shift), *x.own)
+    dq, dk, w, *rest = state
     dq, dk = dq + x.diagonal * k, dk + x.diagonal * q
     dq, dk, w, to_end = _with_states(x, piece, across, q, k, sums, dq, dk, w)
-    suffix_sums = own.block_suffix_sums(w)
-    own.st_block_sums(x.sums, place, suffix_sums, to_end)
+    suffix_sums = own.sums_over_tokens(w, to_end, x.q_smem, x.k_smem, x.sums, piece, place)
     plgpu.commit_smem()
-    dg = suffix_sums + own.ld_block_sums(x.sums, place) + own.ld_along_rows(x.vector, piece)
-    memory.st_global(x.dg, (x.batch, x.chunk * CHUNK, x.head), dg, x.rows, piece * tiles.PIECE)
+    start = x.batch, x.chunk * CHUNK, x.head
+    own.st_global_sums(x.dg, start, suffix_sums, x.sums, x.vector, x.rows, piece, place)
     if x.plan.options.qk_l2norm:
         own.st_own(x.sums, piece, dq)
         own.st_halves(dk, x.q_smem, x.k_smem, piece)
