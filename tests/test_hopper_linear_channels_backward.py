@@ -137,10 +137,16 @@ def test_what_is_forgotten_has_no_gradient(capfd):
 # Compiled without a GPU
 
 
+MORE = {
+    "wide": ("kda", dict(B=1, T=200, K=32, D=256)),
+    "bounded gate, groups": ("kda", dict(B=1, T=100, K=8, gate="bounded", qk_l2norm=True)),
+}
+
+
 @pytest.mark.aot
-@pytest.mark.parametrize("name", [*COMPILED, "wide"])
+@pytest.mark.parametrize("name", [*COMPILED, *MORE])
 def test_compiles_for_an_h200(name):
-    op, options = COMPILED.get(name, ("kda", dict(B=1, T=200, K=32, D=256)))
+    op, options = (COMPILED | MORE)[name]
     call = empty_call(op, **{key: x for key, x in options.items() if key != "scale"})
     plan = mosaic._plan(call.arrays, call.options, 132, save=True)
     states = jax.ShapeDtypeStruct((plan.B, plan.chunks, plan.N, plan.H, plan.D), BF16)

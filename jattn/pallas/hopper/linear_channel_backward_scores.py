@@ -91,7 +91,6 @@ def _kernel(
     if plan.options.qk_l2norm:
         x.norms = tuple(inverse_norms(x))
     x.diagonal = along_columns(own.diagonal(x.squares[0]), tiles.PIECE)
-    x.own = [own.ld_own(square) for square in x.squares] + [None] * (not delta)
     x.right = [
         ptx.matrix(lambda _, i=i: rooms.at[i : i + 1], CHUNK, ptx.SLAB, along_rows=True) for i in range(2 + delta)
     ]
@@ -172,14 +171,19 @@ def _one_piece(x, piece, place, carry):
     pieces = x.plan.H // tiles.PIECE
     across = [own.ld_global_tile(x.parts.across, x.tile + i * pieces + piece) for i in range(2 + delta)]
 
+    def squares():
+        return [own.ld_own(square) for square in x.squares] + [None] * (not delta)
+
     def one_level(i, state):
         bit = lax.shift_right_logical(i32(tiles.LEVELS[0]), _int(i))
-        return own.add_level(state, q, k, sums, own.ld_anchors(x.sums, piece, bit), *x.own, bit)
+        return own.add_level(state, q, k, sums, own.ld_anchors(x.sums, piece, bit), *known, bit)
 
     if (shift := tiles.shift(x.plan.options)) is None:
+        known = squares()
         state = lax.fori_loop(0, len(tiles.LEVELS), one_level, state)
     else:
-        state = own.add_blocks(state, q, k, sums + jnp.float32(shift), *x.own)
+        block = lambda _, state: own.add_blocks(state, q, k, sums + jnp.float32(shift), *squares())  # noqa: E731
+        state = lax.fori_loop(i32(0), own.once(), block, state)
     dq, dk, w, *rest = state
     dq, dk = dq + x.diagonal * k, dk + x.diagonal * q
     dq, dk, w, to_end = _with_states(x, piece, across, q, k, sums, dq, dk, w)
