@@ -5,7 +5,6 @@ The kernels are in `jattn.pallas.hopper`: `linear_prepare` and `linear_scan` for
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,13 @@ from jattn._varying import unvary, vary, varying_axes
 from jattn.pallas import linear_pieces, partition
 from jattn.pallas._compat import mapped_in_turn
 from jattn.pallas.attention import PLATFORM, why_not_here
-from jattn.pallas.hopper import linear_channel_prepare, linear_channel_scan, linear_prepare, linear_scan
+from jattn.pallas.hopper import (
+    linear_backward_chunk,
+    linear_channel_prepare,
+    linear_channel_scan,
+    linear_prepare,
+    linear_scan,
+)
 from jattn.pallas.hopper.linear_plan import Gradients, Inputs, Plan, warpgroups_of
 from jattn.reference import linear
 from jattn.reference.linear_operands import activated, log_decay
@@ -26,7 +31,7 @@ __all__ = ["PLATFORM", "ChunkConfig", "backward", "choose", "forward", "why_not"
 
 _LARGEST_H, _LARGEST_D = 128, 256
 _MULTIPROCESSORS = 132
-_BACKWARDS = ()
+_BACKWARDS = (linear_backward_chunk,)
 _KERNELS = (linear_prepare, linear_scan), (linear_channel_prepare, linear_channel_scan)  # by head, by channel
 
 
@@ -129,9 +134,14 @@ def backward(arrays, context, options, rest, cotangents, *, interpret=False, mul
     by_channel = options.rule.decay == "channel"
 
     def part(arrays, *saved):
-        how = dict(multiprocessors=multiprocessors, interpret=interpret)
         plan = _plan(arrays, options, multiprocessors)
-        run = functools.partial(_BACKWARDS[by_channel].launch, plan, **how)
+
+        def run(*operands):
+            how = dict(multiprocessors=multiprocessors, interpret=interpret)
+            found = _BACKWARDS[by_channel].launch(plan, *operands, **how)
+            g, beta = found.g if options.rule.decay else None, found.beta if options.rule.delta else None
+            return dataclasses.replace(found, g=g, beta=beta)
+
         return mapped_in_turn(run, unrolled=bool(interpret))(_inputs(arrays), *saved)
 
     operands = arrays, rest, dout.astype(arrays.query.dtype), dfinal.astype(jnp.float32)
@@ -171,7 +181,8 @@ def _divided(part, operands, letters, results):
         return tuple(jax.tree.leaves(part(_with_own_keys(arrays, head[0], group), *rest)))
 
     axes = [("n",), *map(tuple, jax.tree.leaves(letters))]
-    found = partition.cut(one, axes, tuple(map(tuple, jax.tree.leaves(results))))(jnp.arange(N, dtype=jnp.int32), *leaves)
+    cut = partition.cut(one, axes, tuple(map(tuple, jax.tree.leaves(results))))
+    found = cut(jnp.arange(N, dtype=jnp.int32), *leaves)
     return jax.tree.unflatten(jax.tree.structure(results), found)
 
 
@@ -192,7 +203,7 @@ def _group_sums(x, K):
 
 def _with_gates(arrays, options, found):
     """The gradients of `arrays`, through the gate and the activation of beta."""
-    g, beta, parameters = found.g if arrays.g is not None else None, found.beta, {}
+    g, beta, parameters = found.g, found.beta, {}
     if options.gate is not None:
         by_channel = options.rule.decay == "channel"
 

@@ -79,7 +79,7 @@ def _kernel(
     )  # fmt: skip
 
     # Traced: the index of a loop over a constant number is int64 in 64-bit mode.
-    x.chunks = jnp.minimum(x.batch, 0) + plan.chunks
+    x.begin, x.chunks = i32(0), jnp.minimum(x.batch, 0) + plan.chunks
 
     @pl.when(warpgroup == plan.warpgroups)
     def _():
@@ -173,7 +173,7 @@ def _write_columns(x, chunk, *columns):
 def launch(plan: Plan, inputs, prepared, dout, dfinal, *, interpret=False):
     """Runs the kernel: `(D [B, n, N, H, D], dz [B, T, N, D], dv [B, T, N, D], gradient of the initial state)`, the last
     in float32 and in the call's layout, as `dfinal` is."""
-    plan = dataclasses.replace(plan, stages=_stages(plan))
+    plan = dataclasses.replace(plan, stages=_stages(plan), piece=None)
     heads, by_keys = plan.B * plan.N, plan.options.state_layout == "kv"
     shape = (heads, plan.H, plan.D) if by_keys else (heads, plan.D, 1, plan.H)
     tokens = jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.D), plan.dtype)
