@@ -1,5 +1,6 @@
 """Linear attention's chunk kernels under jit on several devices: each has its part of the batch and the heads."""
 
+import math
 import re
 
 import jax
@@ -46,3 +47,26 @@ def test_on_two_gpus_nothing_is_gathered(batch, heads, K, mode):
             hlo = jax.jit(function).lower(*arrays(mesh, batch, heads, K)).compile().as_text()
         sums = {"all-reduce"} if function is gradients and K == 1 else set()
         assert "mosaic_gpu" in hlo and set(GATHERS.findall(hlo)) <= sums
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("count, pool", [(1, True), (2, False), (2, True)])
+def test_a_step_on_several_gpus_updates_its_states_in_place(count, pool):
+    """By heads; without a pool by sequences too. One launch, and no copy of the states."""
+    mesh = Mesh(devices(count), ("x",), axis_types=(AxisType.Auto,))
+    batch, heads = (None, "x") if pool else ("x", None)
+    place = lambda *spec: NamedSharding(mesh, P(*spec))  # noqa: E731
+    token = lambda *last: jax.ShapeDtypeStruct((64, 1, 8, *last), "bfloat16", sharding=place(batch, None, heads))  # noqa: E731
+    state = jax.ShapeDtypeStruct((96 if pool else 64, 8, 128, 128), "float32", sharding=place(batch, heads))
+    at = jax.ShapeDtypeStruct((64,), "int32", sharding=place())
+
+    def run(state, at, query, key, value, g, beta):
+        indices = at if pool else None
+        step = linear.kda_step(query, key, value, g, beta, state, state_indices=indices, implementation="mosaic")
+        return step
+
+    tokens = token(128), token(128), token(128), token(128), token()
+    compiled = jax.jit(run, donate_argnums=0).lower(state, at, *tokens).compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory.alias_size_in_bytes >= 4 * math.prod(state.shape) // count and memory.temp_size_in_bytes < 4096
+    assert not GATHERS.search(text) and not re.search(r" (?:copy|transpose)\(", text[text.index("ENTRY") :])

@@ -8,12 +8,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import PartitionSpec as P
 
-from jattn._linear import RULES, Arrays, Context, Residuals
+from jattn._linear import RULES, Context, Residuals
 from jattn._varying import unvary, vary, varying_axes
-from jattn.pallas import linear_pieces, partition
+from jattn.pallas import linear_pieces
 from jattn.pallas._compat import mapped_in_turn
 from jattn.pallas.attention import PLATFORM, why_not_here
 from jattn.pallas.hopper import (
@@ -24,6 +22,7 @@ from jattn.pallas.hopper import (
     linear_scan,
 )
 from jattn.pallas.hopper.linear_plan import Gradients, Inputs, Plan, warpgroups_of
+from jattn.pallas.linear_partition import LETTERS, SAVED, divided, letters
 from jattn.reference import linear
 from jattn.reference.linear_operands import activated, log_decay
 
@@ -109,9 +108,9 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
 
         return mapped_in_turn(run, unrolled=bool(interpret))(_inputs(arrays))
 
-    matrices = None if not by_channel else _SAVED, _SAVED if options.rule.delta else None
-    results = _LETTERS["value"], _LETTERS["initial_state"], Residuals(_SAVED, *matrices) if save else None
-    out, state, saved = part(arrays) if interpret else _divided(part, (arrays,), (_letters(arrays),), results)
+    matrices = None if not by_channel else SAVED, SAVED if options.rule.delta else None
+    results = LETTERS["value"], LETTERS["initial_state"], Residuals(SAVED, *matrices) if save else None
+    out, state, saved = part(arrays) if interpret else divided(part, (arrays,), (letters(arrays),), results)
     return vary(((out.astype(options.out_dtype), state.astype(options.state_dtype), None), saved), axes)
 
 
@@ -145,54 +144,15 @@ def backward(arrays, context, options, rest, cotangents, *, interpret=False, mul
         return mapped_in_turn(run, unrolled=bool(interpret))(_inputs(arrays), *saved)
 
     operands = arrays, rest, dout.astype(arrays.query.dtype), dfinal.astype(jnp.float32)
-    letters = _letters(arrays), jax.tree.map(lambda _: _SAVED, rest), _LETTERS["value"], _LETTERS["initial_state"]
-    tokens, g, beta = _LETTERS["value"], options.rule.decay, options.rule.delta
-    g = None if g is None else tokens if by_channel else _LETTERS["beta"]
-    beta = _LETTERS["beta"] if beta else None
-    results = Gradients(tokens, tokens, tokens, g, beta, _LETTERS["initial_state"])
-    found = part(*operands) if interpret else _divided(part, operands, letters, results)
+    axes_of = letters(arrays), jax.tree.map(lambda _: SAVED, rest), LETTERS["value"], LETTERS["initial_state"]
+    tokens, g, beta = LETTERS["value"], options.rule.decay, options.rule.delta
+    g = None if g is None else tokens if by_channel else LETTERS["beta"]
+    beta = LETTERS["beta"] if beta else None
+    results = Gradients(tokens, tokens, tokens, g, beta, LETTERS["initial_state"])
+    found = part(*operands) if interpret else divided(part, operands, axes_of, results)
     K = arrays.query.shape[2]
     found = dataclasses.replace(found, query=_group_sums(found.query, K), key=_group_sums(found.key, K))
     return vary(jax.tree.map(lambda d, x: d.astype(x.dtype), _with_gates(arrays, options, found), arrays), axes)
-
-
-# Which axes may be cut over devices, see `partition`.
-_LETTERS = {
-    "query": P("b", None, "k", None), "key": P("b", None, "k", None), "value": P("b", None, "n", None),
-    "g": P("b", None, "n", None), "beta": P("b", None, "n"), "initial_state": P("b", "n", None, None), "scale": P(),
-    "A_log": P("n"), "dt_bias": P("n", None),
-}  # fmt: skip
-_SAVED = P("b", None, "n", None, None)
-
-
-def _letters(arrays) -> Arrays:
-    given = {name: x for name in _LETTERS if (x := getattr(arrays, name)) is not None}
-    return Arrays(**dict.fromkeys(_LETTERS) | {name: P(*_LETTERS[name][: x.ndim]) for name, x in given.items()})
-
-
-def _divided(part, operands, letters, results):
-    """`part(*operands)`, on each device for its part of the batch and the heads."""
-    arrays = operands[0]
-    leaves, structure = jax.tree.flatten(operands)
-    N, group = arrays.value.shape[2], arrays.value.shape[2] // arrays.query.shape[2]
-
-    def one(head, *leaves):
-        arrays, *rest = jax.tree.unflatten(structure, leaves)
-        return tuple(jax.tree.leaves(part(_with_own_keys(arrays, head[0], group), *rest)))
-
-    axes = [("n",), *map(tuple, jax.tree.leaves(letters))]
-    cut = partition.cut(one, axes, tuple(map(tuple, jax.tree.leaves(results))))
-    found = cut(jnp.arange(N, dtype=jnp.int32), *leaves)
-    return jax.tree.unflatten(jax.tree.structure(results), found)
-
-
-def _with_own_keys(arrays, head, group):
-    """Leaves out the key heads of other devices, where there are fewer than devices and each holds all."""
-    mine = arrays.value.shape[2]
-    if mine == arrays.query.shape[2] * group:
-        return arrays
-    own = lambda x: lax.dynamic_slice_in_dim(x, head // group, max(1, mine // group), axis=2)  # noqa: E731
-    return dataclasses.replace(arrays, query=own(arrays.query), key=own(arrays.key))
 
 
 def _group_sums(x, K):
