@@ -13,7 +13,13 @@ from jattn._linear import RULES, Context, Residuals
 from jattn._varying import unvary, vary, varying_axes
 from jattn.pallas._compat import mapped_in_turn
 from jattn.pallas.attention import PLATFORM, why_not_here
-from jattn.pallas.hopper import linear_channel_prepare, linear_channel_scan, linear_prepare, linear_scan
+from jattn.pallas.hopper import (
+    linear_backward_chunk,
+    linear_channel_prepare,
+    linear_channel_scan,
+    linear_prepare,
+    linear_scan,
+)
 from jattn.pallas.hopper.linear_plan import Inputs, Plan, warpgroups_of
 from jattn.reference import linear
 from jattn.reference.linear_operands import activated, log_decay
@@ -22,7 +28,7 @@ __all__ = ["PLATFORM", "ChunkConfig", "backward", "choose", "forward", "why_not"
 
 _LARGEST_H, _LARGEST_D = 128, 256
 _MULTIPROCESSORS = 132
-_BACKWARDS = ()
+_BACKWARDS = (linear_backward_chunk,)  # by head, by channel
 _KERNELS = (linear_prepare, linear_scan), (linear_channel_prepare, linear_channel_scan)  # by head, by channel
 
 
