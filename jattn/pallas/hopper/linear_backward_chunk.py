@@ -130,7 +130,7 @@ def _part_of_slab(matrix, smem, slab, column, width):
 
 def _slabs(plan) -> int:
     """Of D, in a round: one for each warpgroup, or a half."""
-    return 2 if plan.D % (2 * ptx.SLAB) == 0 else 1
+    return 2 if plan.D == 2 * ptx.SLAB else 1
 
 
 def _rounds(plan) -> int:
