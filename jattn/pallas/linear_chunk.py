@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jattn._linear import RULES, Context, Residuals
 from jattn._varying import unvary, vary, varying_axes
+from jattn.pallas import linear_pieces
 from jattn.pallas._compat import mapped_in_turn
 from jattn.pallas.attention import PLATFORM, why_not_here
 from jattn.pallas.hopper import (
@@ -34,13 +35,26 @@ _KERNELS = (linear_prepare, linear_scan), (linear_channel_prepare, linear_channe
 
 @dataclasses.dataclass(frozen=True)
 class ChunkConfig:
-    """There is nothing to choose."""
+    """How the scan is spread over a device.
+
+    Args:
+        piece: chunks of 64 tokens of each piece that a sequence is cut into, which run side by side; None: not cut.
+    """
+
+    piece: int | None = None
+
+    def __post_init__(self):
+        if self.piece is not None and (not isinstance(self.piece, int) or self.piece <= 0):
+            raise ValueError(f"piece={self.piece!r} must be a positive int or None")
 
 
 def choose(problem, config) -> ChunkConfig:
-    if not isinstance(config, ChunkConfig | None):
+    """Sequences are cut where there are too few heads; however long they are, since bits must not depend on that."""
+    if config is None:
+        return ChunkConfig(linear_pieces.piece_of(problem.B * problem.N, problem.H, problem.D))
+    if not isinstance(config, ChunkConfig):
         raise TypeError(f"config={config!r} is not a jattn.pallas.linear_chunk.ChunkConfig, which mosaic takes")
-    return ChunkConfig()
+    return config
 
 
 def why_not(problem) -> str | None:
@@ -83,8 +97,9 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
 
     def run(inputs):
         prepare, scan = _KERNELS[by_channel]
-        prepared = prepare.launch(plan, inputs, multiprocessors=multiprocessors, interpret=interpret)
-        out, state, states = scan.launch(plan, inputs, prepared, interpret=interpret)
+        how = dict(multiprocessors=multiprocessors, interpret=interpret)
+        prepared = prepare.launch(plan, inputs, **how)
+        out, state, states = linear_pieces.scan(scan, plan, inputs, prepared, **how)
         scores = prepared.scores if save and by_channel else None
         return out, state, Residuals(states, scores, prepared.inverse) if save else None
 
@@ -152,6 +167,7 @@ def _with_gates(arrays, options, found):
 
 def _plan(arrays, options, multiprocessors, **how) -> Plan:
     (B, T, K, H), (N, D) = arrays.query.shape, arrays.value.shape[2:]
+    how |= dict(piece=None if options.config is None else options.config.piece)
     warpgroups = warpgroups_of(B * N, D, multiprocessors)
     return Plan(B=B, T=T, N=N, K=K, H=H, D=D, options=_compiled(options), warpgroups=warpgroups, **how)
 

@@ -29,6 +29,8 @@ class Plan:
     warpgroups: int  # of a thread block of the scan, that compute
     stages: int = 3  # chunks of it that are copied ahead
     save: bool = False  # the state that enters each chunk, for a backward
+    piece: int | None = None  # chunks that a thread block of the scan walks over; None: the whole sequence
+    maps: bool = False  # the scan computes maps of pieces, see `linear_walk`
     dtype: str = "bfloat16"
 
     @property
@@ -36,14 +38,34 @@ class Plan:
         return -(-self.T // CHUNK)
 
     @property
+    def pieces(self) -> int:
+        """Those of a sequence."""
+        return 1 if self.piece is None else max(1, -(-self.chunks // self.piece))
+
+    @property
+    def walked(self) -> int:
+        """Pieces of a sequence that the scan walks over: nobody asks for the map of the last one."""
+        return self.pieces - self.maps
+
+    @property
+    def columns(self) -> int:
+        """Those of a head's state, and with maps of the unit matrix."""
+        return self.D + self.H * self.maps
+
+    @property
     def parts(self) -> int:
-        """Thread blocks of a head."""
-        return self.D // (COLUMNS * self.warpgroups)
+        """Thread blocks of a head and piece."""
+        return self.columns // (COLUMNS * self.warpgroups)
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks of the scan."""
+        return self.B * self.walked * self.N * self.parts
 
 
-def warpgroups_of(heads: int, D: int, multiprocessors: int) -> int:
+def warpgroups_of(heads: int, columns: int, multiprocessors: int) -> int:
     """A thread block serves up to two warpgroups with the same keys, once there are enough of them."""
-    parts = D // COLUMNS
+    parts = columns // COLUMNS
     return 2 if parts % 2 == 0 and heads * parts > multiprocessors else 1
 
 

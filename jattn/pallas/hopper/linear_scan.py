@@ -22,15 +22,26 @@ Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024).
 
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jattn._linear import CHUNK
 from jattn.pallas._compat import kernel, pl, plgpu
 from jattn.pallas.hopper import linear_tiles, ptx
-from jattn.pallas.hopper.linear_plan import COLUMNS, VECTORS, Plan, copy_rows, key_head, saved_states
-from jattn.pallas.hopper.linear_walk import initial_state, produce, states_smem, write_entering, write_out, write_state
+from jattn.pallas.hopper.linear_plan import COLUMNS, VECTORS, Plan, copy_rows, key_head
+from jattn.pallas.hopper.linear_walk import (
+    copy_values,
+    initial_state,
+    place,
+    produce,
+    result_shapes,
+    results_of,
+    states_smem,
+    values,
+    write_entering,
+    write_out,
+    write_state,
+)
 from jattn.pallas.hopper.lists import i32
 
 _REGISTERS = 240, 24  # of a computing warpgroup's threads, of the producer's
@@ -38,45 +49,39 @@ _REGISTERS = 240, 24  # of a computing warpgroup's threads, of the producer's
 
 def _kernel(
     plan: Plan,
-    # inputs (HBM)
-    query,  # [B, T, K, H]
+    *,
+    # inputs (HBM); maps have neither queries, scores nor a state
     key,  # [B, T, K, H]
     value,  # [B, T, N, D]
     inverse,  # M, [B, n, N, 64, 64]
-    scores,  # A, [B, n, N, 64, 64]
     vectors,  # float32 [B, n, N, 5, 64]
-    initial_state,  # [B, N, H, D] or [B, N, D, H], or None
+    query=None,  # [B, T, K, H]
+    scores=None,  # A, [B, n, N, 64, 64]
+    initial_state=None,  # [B, N, H, D] or [B, N, D, H], or None; of pieces float32 [B * pieces * N, H, D]
     # outputs (HBM)
-    out,  # [B, T, N, D]
-    state,  # float32 [B * N, H, D], or [B * N, D, 1, H]
+    state,  # float32 [B * N, H, D], or [B * N, D, 1, H]; maps [B * (pieces - 1) * N, D + H, 1, H]
+    out=None,  # [B, T, N, D]; None with maps
     states=None,  # that enter each chunk, [B, n, N, H, D]; None without plan.save
-    *,
-    # shared memory, matrices in slabs of 64 columns
-    q_smem,  # [stages, slabs of H, 64, 64]
+    # shared memory, matrices in slabs of 64 columns; maps need no room for queries, scores and outputs
     k_smem,  # [stages, slabs of H, 64, 64]
     v_smem,  # [stages, warpgroups, 64, 64]
     inverse_smem,  # [stages, 1, 64, 64]
-    scores_smem,  # [stages, 1, 64, 64]
     vectors_smem,  # float32 [stages, 5, 64]
-    out_smem,  # [warpgroups, 1, 64, 64]
+    q_smem=None,  # [stages, slabs of H, 64, 64]
+    scores_smem=None,  # [stages, 1, 64, 64]
+    out_smem=None,  # [warpgroups, 1, 64, 64]
     states_smem=None,  # [warpgroups, slabs of H, 64, 64]
     # barriers
     ready,  # [stages] TMA
     free,  # [stages] every warpgroup is done with the chunk
 ):
-    warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-    part, rest = lax.rem(block, i32(plan.parts)), lax.div(block, i32(plan.parts))
+    warpgroup = lax.axis_index("warpgroup")
     x = SimpleNamespace(
         plan=plan, query=query, key=key, value=value, inverse=inverse, scores=scores, vectors=vectors,
-        initial_state=initial_state, out=out, state=state, states=states, states_smem=states_smem,
-        q_smem=q_smem, k_smem=k_smem, v_smem=v_smem,
-        inverse_smem=inverse_smem, scores_smem=scores_smem, vectors_smem=vectors_smem, out_smem=out_smem, ready=ready,
-        free=free, head=lax.rem(rest, i32(plan.N)), batch=lax.div(rest, i32(plan.N)),
-        first=part * (COLUMNS * plan.warpgroups), warpgroup=warpgroup,
+        initial_state=initial_state, out=out, state=state, states=states, states_smem=states_smem, q_smem=q_smem,
+        k_smem=k_smem, v_smem=v_smem, inverse_smem=inverse_smem, scores_smem=scores_smem, vectors_smem=vectors_smem,
+        out_smem=out_smem, ready=ready, free=free, warpgroup=warpgroup, **place(plan),
     )  # fmt: skip
-
-    # Traced: the index of a loop over a constant number is int64 in 64-bit mode.
-    x.chunks = jnp.minimum(x.batch, 0) + plan.chunks
 
     @pl.when(warpgroup == plan.warpgroups)
     def _():
@@ -93,49 +98,57 @@ def _kernel(
 # --- producer ---------------------------------------------------------------------------------------------------------
 
 
-def _copy_chunk(x, i, slot):
-    ready, place = x.ready.at[slot], (x.batch, i, x.head)
+def _copy_chunk(x, chunk, slot):
+    ready, at = x.ready.at[slot], (x.batch, chunk, x.head)
     head = key_head(x.plan, x.head)
-    copy_rows(x.plan, x.key, x.batch, i, head, x.k_smem.at[slot], ready)
-    plgpu.copy_gmem_to_smem(x.vectors.at[*place], x.vectors_smem.at[slot], ready)
-    plgpu.copy_gmem_to_smem(x.inverse.at[*place], x.inverse_smem.at[slot, 0], ready)
-    copy_rows(x.plan, x.value, x.batch, i, x.head, x.v_smem.at[slot], ready, x.first)
-    copy_rows(x.plan, x.query, x.batch, i, head, x.q_smem.at[slot], ready)
-    plgpu.copy_gmem_to_smem(x.scores.at[*place], x.scores_smem.at[slot, 0], ready)
+    copy_rows(x.plan, x.key, x.batch, chunk, head, x.k_smem.at[slot], ready)
+    plgpu.copy_gmem_to_smem(x.vectors.at[*at], x.vectors_smem.at[slot], ready)
+    plgpu.copy_gmem_to_smem(x.inverse.at[*at], x.inverse_smem.at[slot, 0], ready)
+    copy_values(x, chunk, slot)
+    if not x.plan.maps:
+        copy_rows(x.plan, x.query, x.batch, chunk, head, x.q_smem.at[slot], ready)
+        plgpu.copy_gmem_to_smem(x.scores.at[*at], x.scores_smem.at[slot, 0], ready)
 
 
 # --- consumer ---------------------------------------------------------------------------------------------------------
 
 
 def _consume(x):
-    H = x.plan.H
-    x.q, x.k = (ptx.matrix(lambda i, smem=smem: smem.at[i], CHUNK, H) for smem in (x.q_smem, x.k_smem))
-    x.k_rows = ptx.matrix(lambda i: x.k_smem.at[i], CHUNK, H, along_rows=True)
-    x.M, x.A = (ptx.matrix(lambda i, m=m: m.at[i], CHUNK, CHUNK) for m in (x.inverse_smem, x.scores_smem))
+    H, maps = x.plan.H, x.plan.maps
+    operand = lambda m, n, **how: ptx.matrix(lambda i: m.at[i], CHUNK, n, **how)  # noqa: E731
+    x.k, x.k_rows = operand(x.k_smem, H), operand(x.k_smem, H, along_rows=True)
+    x.M = operand(x.inverse_smem, CHUNK)
+    x.q, x.A = (None, None) if maps else (operand(x.q_smem, H), operand(x.scores_smem, CHUNK))
     S = lax.fori_loop(0, x.chunks, lambda i, S: _one_chunk(x, i, S), initial_state(x))
     write_state(x, S)
     plgpu.wait_smem_to_gmem(0)
 
 
 def _one_chunk(x, i, S):
-    """The state after the i-th chunk, whose output is written."""
-    slot, dtype = lax.rem(i, i32(x.plan.stages)), x.plan.dtype
+    """The state after the i-th chunk, whose output is written; there is none with maps."""
+    slot, dtype, outputs = lax.rem(i, i32(x.plan.stages)), x.plan.dtype, not x.plan.maps
     vector = lambda name: linear_tiles.ld_shared_along_rows(x.vectors_smem.at[slot, VECTORS.index(name)])  # noqa: E731
     plgpu.barrier_wait(x.ready.at[slot])
     narrow = S.astype(dtype)
     r = ptx.wgmma_rs_nt(narrow, x.k.at(slot))
-    o = ptx.wgmma_rs_nt(narrow, x.q.at(slot))
-    write_entering(x, i, narrow)
-    v = linear_tiles.ldmatrix_trans(x.v_smem.at[slot, pl.ds(x.warpgroup, 1)]).astype(jnp.float32)
-    (r,) = ptx.wgmma_wait_group(1, r)
+    if outputs:
+        o = ptx.wgmma_rs_nt(narrow, x.q.at(slot))
+        write_entering(x, x.begin + i, narrow)
+    v = values(x, slot).astype(jnp.float32)
+    (r,) = ptx.wgmma_wait_group(int(outputs), r)
     z = vector("beta") * v - vector("key") * r
     u = ptx.wgmma_rs_nt(z.astype(dtype), x.M.at(slot))
-    o, u = ptx.wgmma_wait_group(0, o, u)
+    if outputs:
+        o, u = ptx.wgmma_wait_group(0, o, u)
+    else:
+        (u,) = ptx.wgmma_wait_group(0, u)
     S = S * x.vectors_smem[slot, VECTORS.index("last"), 0]  # with a product in flight ptxas would wait for it first
-    o = ptx.wgmma_rs_nt(u.astype(dtype), x.A.at(slot), o * vector("query"))
+    if outputs:
+        o = ptx.wgmma_rs_nt(u.astype(dtype), x.A.at(slot), o * vector("query"))
     S = ptx.wgmma_rs(S, (u * vector("update")).astype(dtype), x.k_rows.at(slot))
-    (o,) = ptx.wgmma_wait_group(1, o)
-    write_out(x, i, o.astype(dtype))  # while the tensor core is at S
+    if outputs:
+        (o,) = ptx.wgmma_wait_group(1, o)
+        write_out(x, x.begin + i, o.astype(dtype))  # while the tensor core is at S
     (S,) = ptx.wgmma_wait_group(0, S)
     plgpu.barrier_arrive(x.free.at[slot])
     return S
@@ -145,45 +158,49 @@ def _one_chunk(x, i, S):
 
 
 def launch(plan: Plan, inputs, prepared, *, interpret=False):
-    """Runs the kernel: `(out [B, T, N, D], state float32 [B, N, H, D], or [B, N, D, H], states or None)`."""
-    operands = [inputs.query, inputs.key, inputs.value, prepared.inverse, prepared.scores, prepared.vectors]
-    states = [] if inputs.initial_state is None else [inputs.initial_state]
+    """Runs the kernel: `(out [B, T, N, D], state float32 [B, N, H, D], or [B, N, D, H], states or None)`; with
+    plan.maps these alone, see `linear_walk.results_of`.
+
+    Args:
+        inputs: with pieces, its initial_state is what enters each of them, as `linear_combine` returns it.
+    """
+    given = dict(key=inputs.key, value=inputs.value, inverse=prepared.inverse, vectors=prepared.vectors)
+    if not plan.maps:
+        given |= dict(query=inputs.query, scores=prepared.scores)
+        given |= {} if inputs.initial_state is None else dict(initial_state=inputs.initial_state)
+    results = result_shapes(plan)
 
     def body(*refs, **allocations):
-        refs = refs if states else (*refs[:6], None, *refs[6:])
-        _kernel(plan, *refs, **allocations)
+        _kernel(plan, **dict(zip((*given, *results), refs, strict=True)), **allocations)
 
-    heads, by_keys = plan.B * plan.N, plan.options.state_layout == "kv"
-    shape = (heads, plan.H, plan.D) if by_keys else (heads, plan.D, 1, plan.H)
-    out, state, *saved = kernel(
+    found = kernel(
         body,
-        name="jattn_linear_scan",
-        out_type=(
-            jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.D), plan.dtype),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-            *saved_states(plan),
-        ),
+        name="jattn_linear_maps" if plan.maps else "jattn_linear_scan",
+        out_type=tuple(results.values()),
         scratch=_scratch(plan),
-        grid={"block": heads * plan.parts},
+        grid={"block": plan.blocks},
         warpgroups=plan.warpgroups + 1,
         interpret=interpret,
         approximate=False,
-    )(*operands, *states)
-    state = state.reshape(plan.B, plan.N, *((plan.H, plan.D) if by_keys else (plan.D, plan.H)))
-    return out, state, saved[0] if plan.save else None
+    )(*given.values())
+    return results_of(plan, found)
 
 
 def _scratch(plan) -> dict:
-    stages, slabs = plan.stages, ptx.slabs(plan.H)
+    stages, slabs, copies = plan.stages, ptx.slabs(plan.H), plan.warpgroups + 2
 
     def smem(*leading):
         return plgpu.SMEM((*leading, CHUNK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
 
-    return dict(
-        q_smem=smem(stages, slabs), k_smem=smem(stages, slabs), v_smem=smem(stages, plan.warpgroups),
-        inverse_smem=smem(stages, 1), scores_smem=smem(stages, 1),
-        vectors_smem=plgpu.SMEM((stages, len(VECTORS), CHUNK), jnp.float32), out_smem=smem(plan.warpgroups, 1),
-        **states_smem(plan),
-        ready=plgpu.Barrier(num_arrivals=2 * slabs + plan.warpgroups + 3, num_barriers=stages),
-        free=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=stages),
+    rooms = dict(
+        k_smem=smem(stages, slabs), v_smem=smem(stages, plan.warpgroups), inverse_smem=smem(stages, 1),
+        vectors_smem=plgpu.SMEM((stages, len(VECTORS), CHUNK), jnp.float32),
     )  # fmt: skip
+    if not plan.maps:
+        rooms |= dict(q_smem=smem(stages, slabs), scores_smem=smem(stages, 1), out_smem=smem(plan.warpgroups, 1))
+        copies += slabs + 1
+    return rooms | dict(
+        **states_smem(plan),
+        ready=plgpu.Barrier(num_arrivals=copies + slabs, num_barriers=stages),
+        free=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=stages),
+    )

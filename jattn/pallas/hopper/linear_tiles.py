@@ -202,6 +202,33 @@ def st_global_transposed(ref, index, column, value: jax.Array) -> None:
     store(ref, jnp.asarray(index, jnp.int32), jnp.asarray(column, jnp.int32), value)
 
 
+def ld_global_tile(ref, index, row, column, width: int, *, transposed: bool = False) -> jax.Array:
+    """Rows `[row, row + 64)` and columns `[column, column + width)` of matrix `index` of float32 `ref [X, n, m]`; or
+    `transposed`, rows `[row, row + width)` as columns and columns `[column, column + 64)` as rows. All of it exists,
+    which is what this knows and `memory.ld_global` does not: an element is one instruction."""
+    if interpreting():
+        sizes = (width, TILE_ROWS) if transposed else (TILE_ROWS, width)
+        value = ref[index, pl.ds(row, sizes[0]), pl.ds(column, sizes[1])]
+        return value.T if transposed else value
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), return_type=ptx.array_type(width))
+    def load(_, ref, *scalars):
+        kind, base = ir.MemRefType(ref.type), utils.memref_ptr(ref)
+        index, row, column = (x.registers[()] for x in scalars)
+        down, right = ptx.lane_position()
+        down, right = (right, down) if transposed else (down, right)
+        start = memory._flat(kind, (index, arith.addi(row, down)))
+        start = arith.addi(start, memory._wide(arith.addi(column, right)))
+        pointer, values = memory._element_pointer(base, kind.element_type, start), []
+        for i in range(width // 2):
+            down, right = 8 * ptx.row_of(i), ptx.column_of(i)
+            down, right = (right, down) if transposed else (down, right)
+            values.append(memory._load(pointer, kind.element_type, memory._int64(down * kind.shape[2] + right)))
+        return ptx.from_scalars(values)
+
+    return load(ref, *(jnp.asarray(x, jnp.int32) for x in (index, row, column)))
+
+
 # --- the inverse ------------------------------------------------------------------------------------------------------
 
 

@@ -1,41 +1,90 @@
 """What `linear_scan` and `linear_channel_scan`, walks over the chunks of a sequence, share: the producer, and the ends
-of a consumer, which has 64 columns of one head's state, transposed."""
+of a consumer, which has 64 columns of one head's state, transposed.
 
+A thread block walks over a sequence, or over a piece of one. Then there are two launches. What a piece of tokens does
+to a state is a map, S ↦ M S + S_own: the first launch (`Plan.maps`) has no queries and no outputs, and its columns are
+those of the values, which start from 0, and those of the unit matrix, which have no values. `linear_combine` makes of
+the maps the states that enter the pieces, and the second launch starts from these.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jattn._linear import CHUNK
 from jattn.pallas._compat import pl, plgpu
 from jattn.pallas.hopper import linear_tiles, memory, ptx
-from jattn.pallas.hopper.linear_plan import COLUMNS
+from jattn.pallas.hopper.linear_plan import COLUMNS, copy_rows, saved_states
 from jattn.pallas.hopper.lists import i32
 
 
+def place(plan) -> dict:
+    """What a thread block walks over: its head and first column, the piece and its first chunk, and how many there
+    are."""
+    block = lax.axis_index("block")
+    part, rest = lax.rem(block, i32(plan.parts)), lax.div(block, i32(plan.parts))
+    head, rest = lax.rem(rest, i32(plan.N)), lax.div(rest, i32(plan.N))
+    found = dict(first=part * (COLUMNS * plan.warpgroups), head=head)
+    if plan.walked == 1:
+        # Traced: the index of a loop over a constant number is int64 in 64-bit mode.
+        count = plan.chunks if not plan.maps else plan.piece
+        return found | dict(batch=rest, piece=i32(0), begin=i32(0), chunks=jnp.minimum(rest, 0) + count)
+    piece, batch = lax.rem(rest, i32(plan.walked)), lax.div(rest, i32(plan.walked))
+    begin = piece * plan.piece
+    return found | dict(
+        batch=batch, piece=piece, begin=begin, chunks=jnp.minimum(i32(plan.piece), i32(plan.chunks) - begin)
+    )
+
+
 def produce(x, copy_chunk):
-    """Copies chunk after chunk by `copy_chunk(x, i, slot)`, each as soon as its slot is free."""
-    stages, chunks = x.plan.stages, x.plan.chunks
+    """Copies chunk after chunk by `copy_chunk(x, chunk, slot)`, each as soon as its slot is free."""
+    stages = x.plan.stages
 
     def one_chunk(i, _):
         slot = lax.rem(i, i32(stages))
         pl.when(i >= stages)(lambda: plgpu.barrier_wait(x.free.at[slot]))
-        copy_chunk(x, i, slot)
+        copy_chunk(x, x.begin + i, slot)
 
     lax.fori_loop(0, x.chunks, one_chunk, None)
-    for i in range(max(chunks - stages, 0), chunks):  # every phase is waited for before the thread block ends
-        plgpu.barrier_wait(x.free.at[i % stages])
+    # Every phase is waited for before the thread block ends.
+    last = lambda i, _: plgpu.barrier_wait(x.free.at[lax.rem(i, i32(stages))])  # noqa: E731
+    lax.fori_loop(jnp.maximum(x.chunks - stages, 0), x.chunks, last, None)
 
 
-def write_out(x, i, o):
-    """The i-th chunk's output, transposed `[64, 64]`, through shared memory (TMA)."""
+def copy_values(x, chunk, slot):
+    """The columns of v; where these are of the unit matrix there are none, and the producer arrives in their place."""
+    smem, ready = x.v_smem.at[slot], x.ready.at[slot]
+    if not x.plan.maps:
+        return copy_rows(x.plan, x.value, x.batch, chunk, x.head, smem, ready, x.first)
+    for w in range(x.plan.warpgroups):
+        column, own = x.first + w * COLUMNS, smem.at[pl.ds(w, 1)]
+        copy = functools.partial(copy_rows, x.plan, x.value, x.batch, chunk, x.head, own, ready, column)
+        pl.when(column < x.plan.D)(copy)
+        pl.when(column >= x.plan.D)(lambda: plgpu.barrier_arrive(ready))
+
+
+def values(x, slot):
+    """The warpgroup's columns of v, transposed `[64, 64]`."""
+    v = linear_tiles.ldmatrix_trans(x.v_smem.at[slot, pl.ds(x.warpgroup, 1)])
+    if not x.plan.maps:
+        return v
+    return jnp.where(ptx.numbers(x.column, 0, CHUNK) < x.plan.D, v, jnp.bfloat16(0))  # there may be NaN
+
+
+def write_out(x, chunk, o):
+    """A chunk's output, transposed `[64, 64]`, through shared memory (TMA)."""
     smem = x.out_smem.at[x.warpgroup]
     _wait_for_staging(x)
     linear_tiles.stmatrix_trans(o, smem)
     plgpu.commit_smem()
-    rows = x.out.at[x.batch, pl.ds(i * CHUNK, CHUNK), x.head]
+    rows = x.out.at[x.batch, pl.ds(chunk * CHUNK, CHUNK), x.head]
     plgpu.copy_smem_to_gmem(smem.at[0], rows.at[:, pl.ds(x.column, COLUMNS)])  # nothing past the last token
 
 
-def write_entering(x, i, narrow):
-    """The state `[64, H]` that enters the i-th chunk, transposed, where a backward wants it."""
+def write_entering(x, chunk, narrow):
+    """The state `[64, H]` that enters a chunk, transposed, where a backward wants it."""
     if not x.plan.save:
         return
     smem = x.states_smem.at[x.warpgroup]
@@ -43,7 +92,7 @@ def write_entering(x, i, narrow):
     for slab in range(ptx.slabs(x.plan.H)):
         linear_tiles.stmatrix_trans(narrow[:, slab * ptx.SLAB : (slab + 1) * ptx.SLAB], smem.at[pl.ds(slab, 1)])
     plgpu.commit_smem()
-    states = x.states.at[x.batch, i, x.head]
+    states = x.states.at[x.batch, chunk, x.head]
     for slab in range(ptx.slabs(x.plan.H)):
         part = states.at[pl.ds(slab * ptx.SLAB, ptx.SLAB), pl.ds(x.column, COLUMNS)]
         plgpu.copy_smem_to_gmem(smem.at[slab], part, commit_group=slab == ptx.slabs(x.plan.H) - 1)
@@ -61,17 +110,60 @@ def states_smem(plan) -> dict:
 
 def initial_state(x):
     """Transposed, float32 `[64, H]`."""
+    plan = x.plan
+    if plan.maps:  # rows before the first of the unit matrix have no column
+        unit = ptx.numbers(x.column - plan.D, 0, plan.H) == ptx.numbers(i32(0), 1, plan.H)
+        return jnp.where(unit, jnp.float32(1), jnp.float32(0))
     if x.initial_state is None:
-        return ptx.zeros(x.plan.H)
-    if x.plan.options.state_layout == "kv":
-        return memory.ld_global(x.initial_state, x.batch, x.head, i32(0), x.column, x.plan.H, transposed=True)
-    return memory.ld_global(x.initial_state, x.batch, x.head, x.column, i32(0), x.plan.H)
+        return ptx.zeros(plan.H)
+    if plan.pieces > 1:
+        index = (x.batch * plan.pieces + x.piece) * plan.N + x.head
+        return linear_tiles.ld_global_tile(x.initial_state, index, i32(0), x.column, plan.H, transposed=True)
+    if plan.options.state_layout == "kv":
+        return memory.ld_global(x.initial_state, x.batch, x.head, i32(0), x.column, plan.H, transposed=True)
+    return memory.ld_global(x.initial_state, x.batch, x.head, x.column, i32(0), plan.H)
 
 
 def write_state(x, S):
-    """The final state, from its transpose."""
+    """The map, or the final state, from its transpose."""
+    plan = x.plan
+    if plan.maps:
+        index = (x.batch * plan.walked + x.piece) * plan.N + x.head
+        memory.st_global(x.state, (index, x.column, i32(0)), S, i32(COLUMNS))
+    elif plan.pieces == 1:
+        _write_final(x, S)
+    else:
+        pl.when(x.piece == plan.pieces - 1)(lambda: _write_final(x, S))
+
+
+def _write_final(x, S):
     index = x.batch * x.plan.N + x.head
     if x.plan.options.state_layout == "kv":
         linear_tiles.st_global_transposed(x.state, index, x.column, S)
     else:
         memory.st_global(x.state, (index, x.column, i32(0)), S, i32(COLUMNS))
+
+
+def result_shapes(plan) -> dict:
+    """Name -> shape of the outputs of a walk."""
+    if plan.maps:
+        shape = plan.B * plan.walked * plan.N, plan.columns, 1, plan.H
+        return dict(state=jax.ShapeDtypeStruct(shape, jnp.float32))
+    by_keys = plan.options.state_layout == "kv"
+    shape = (plan.B * plan.N, plan.H, plan.D) if by_keys else (plan.B * plan.N, plan.D, 1, plan.H)
+    found = dict(
+        out=jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.D), plan.dtype),
+        state=jax.ShapeDtypeStruct(shape, jnp.float32),
+    )
+    return found | dict(zip(("states",), saved_states(plan), strict=False))
+
+
+def results_of(plan, found):
+    """What `launch` returns: `(out, state [B, N, ·, ·], states or None)`, or maps [B * (pieces − 1) * N, D + H, H],
+    which are S_own and then M, both transposed."""
+    if plan.maps:
+        return found[0].reshape(-1, plan.columns, plan.H)
+    out, state, *states = found
+    by_keys = plan.options.state_layout == "kv"
+    state = state.reshape(plan.B, plan.N, *((plan.H, plan.D) if by_keys else (plan.D, plan.H)))
+    return out, state, states[0] if states else None
