@@ -9,13 +9,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jattn._linear import RULES, Context, Residuals
+from jattn._linear import Context, Residuals
 from jattn._varying import unvary, vary, varying_axes
 from jattn.pallas import linear_pieces
 from jattn.pallas._compat import mapped_in_turn
 from jattn.pallas.attention import PLATFORM, why_not_here
 from jattn.pallas.hopper import (
     linear_backward_chunk,
+    linear_channel_backward,
     linear_channel_prepare,
     linear_channel_scan,
     linear_prepare,
@@ -30,8 +31,8 @@ __all__ = ["PLATFORM", "ChunkConfig", "backward", "choose", "forward", "why_not"
 
 _LARGEST_H, _LARGEST_D = 128, 256
 _MULTIPROCESSORS = 132
-_BACKWARDS = (linear_backward_chunk,)
 _KERNELS = (linear_prepare, linear_scan), (linear_channel_prepare, linear_channel_scan)  # by head, by channel
+_BACKWARDS = linear_backward_chunk, linear_channel_backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +116,6 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
 
 
 def why_not_backward(problem) -> str | None:
-    if len(_BACKWARDS) <= (RULES[problem.op.removeprefix("linear.")].decay == "channel"):
-        return "has none"
     return "has no gradient of a traced scale" if problem.traced_scale else None
 
 

@@ -23,6 +23,7 @@ had taken 0.336 and 0.664.
 Source: Kimi Team, "Kimi Linear" (2025); Yang et al., "Gated Linear Attention Transformers" (2024).
 """
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -51,8 +52,8 @@ def _kernel(
     q_smem,  # [slabs of H, 64, 64]; query on its way out
     k_smem,  # [slabs of H, 64, 64]; erase on its way out
     right,  # [slabs of H, 64, 64]: keys decayed to the end of their block of 16; update on its way out
-    squares,  # [2, 64, 64]: A and T on their way out
-    sums,  # float32 [64, pitch]: of log decays, from the start of a block of 16; then the inverse's scratch
+    squares=None,  # [2, 64, 64]: A and T on their way out; None where these are known
+    sums,  # float32 [64, pitch]: of log decays, from the start of a block of 16
     others,  # float32 [8, H]: of log decays, of all blocks before each block, and of all after it
     vector,  # float32 [H + 64]: decay, β; [H] without the delta rule
     # barriers
@@ -69,35 +70,37 @@ def _kernel(
     for array, smem in ((x.query, q_smem), (x.key, k_smem)):
         copy_rows(plan, array, batch, chunk, key_head(plan, head), smem, ready)
     delta, pieces = plan.options.rule.delta, plan.H // tiles.PIECE
-    beta = _beta(x) if delta else None
-    _sum_log_decays(x)
+    beta = activated_beta(x) if delta else None
+    sum_log_decays(x)
     tiles.st_decay(sums, vector.at[pl.ds(0, plan.H)])
     tiles.st_other_sums(sums, others)
     plgpu.barrier_wait(ready)
     scale = x.scale[0] if plan.options.scale is None else jnp.float32(plan.options.scale)
     x.q_factor, x.k_factor = _same(scale), None
     if plan.options.qk_l2norm:
-        q_norm, k_norm = _inverse_norms(x)
+        q_norm, k_norm = inverse_norms(x)
         x.q_factor, x.k_factor = q_norm * scale, k_norm
     if delta:
         vector[pl.ds(plan.H, CHUNK)] = beta
     plgpu.commit_smem()
 
-    lax.fori_loop(0, pieces, lambda p, _: _decay_to_end(x, p), None)
-    plgpu.commit_smem()
-    A, lower = _scores(x, pieces)
-    plgpu.commit_smem()
+    if squares is not None:
+        lax.fori_loop(0, pieces, lambda p, _: _decay_to_end(x, p), None)
+        plgpu.commit_smem()
+        A, lower = _scores(x, pieces)
+        plgpu.commit_smem()
+        memory.stmatrix(A.astype(plan.dtype), squares.at[0:1])
     lax.fori_loop(0, pieces, lambda p, _: _decay_from_ends(x, p), None)
-    memory.stmatrix(A.astype(plan.dtype), squares.at[0:1])
     plgpu.commit_smem()
     for i in range(ptx.slabs(plan.H)):
         plgpu.copy_smem_to_gmem(q_smem.at[i], out.query.at[(*x.place, i)])
         plgpu.copy_smem_to_gmem(right.at[i], out.update.at[(*x.place, i)])
         if delta:
             plgpu.copy_smem_to_gmem(k_smem.at[i], out.erase.at[(*x.place, i)])
-    plgpu.copy_smem_to_gmem(squares.at[0], out.scores.at[x.place])
     plgpu.copy_smem_to_gmem(vector, out.vector.at[x.place])
-    if delta:
+    if squares is not None:
+        plgpu.copy_smem_to_gmem(squares.at[0], out.scores.at[x.place])
+    if squares is not None and delta:
         _write_inverse(lower * along_columns(beta, CHUNK), squares.at[1:2])
         plgpu.copy_smem_to_gmem(squares.at[1], out.inverse.at[x.place])
     plgpu.wait_smem_to_gmem(0)
@@ -115,7 +118,7 @@ def _write_inverse(lower, smem):
     plgpu.commit_smem()
 
 
-def _beta(x):
+def activated_beta(x):
     """β of the tokens, float32 `[64]` in the ROW layout; 0 for those that do not exist."""
     raw = linear_tiles.ld_global_tokens(x.beta, x.batch, x.chunk * CHUNK, x.head, x.rows)
     return jnp.where(ptx.row_numbers() < x.rows, gates.activated(x.plan.options, raw), 0.0)
@@ -126,13 +129,13 @@ def _same(x):
     return plgpu.layout_cast(jnp.full(CHUNK, x), ptx.ROW)
 
 
-def _inverse_norms(x):
+def inverse_norms(x):
     rows = [ptx.matrix(lambda _, smem=smem: smem, CHUNK, x.plan.H) for smem in (x.q_smem, x.k_smem)]
     squares = ptx.wgmma_wait_group(0, *(ptx.wgmma_ss(a, a, x.plan.dtype) for a in rows))
     return [gates.inverse_norm(linear_tiles.diagonal(a)) for a in squares]
 
 
-def _sum_log_decays(x):
+def sum_log_decays(x):
     options = x.plan.options
     A_log = None if x.A_log is None else x.A_log[x.head]
     bias = None if x.dt_bias is None else tiles.ld_global_channel(x.dt_bias, x.head)
@@ -214,35 +217,42 @@ def _decay_from_ends(x, piece):
         tiles.st_tile(-tiles.decayed(k, from_start), x.k_smem, piece)
 
 
-def launch(plan: Plan, inputs, *, multiprocessors: int, interpret=False) -> Prepared:
-    """Runs the kernel on `Inputs`, a thread block a chunk and head, however many multiprocessors there are."""
+def launch(plan: Plan, inputs, *, multiprocessors: int, interpret=False, scores=None, inverse=None) -> Prepared:
+    """Runs the kernel on `Inputs`, a thread block a chunk and head, however many multiprocessors there are.
+
+    Args:
+        scores, inverse: A and T, if they are known, as a backward does: they are not computed then.
+    """
     del multiprocessors
     given = {name: x for name in _INPUTS if (x := getattr(inputs, name)) is not None}
-    shapes = prepared_shapes(plan)
+    shapes, slabs = prepared_shapes(plan), ptx.slabs(plan.H)
+    smem = lambda n: plgpu.SMEM((n, CHUNK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)  # noqa: E731
+    scratch = dict(q_smem=smem(slabs), k_smem=smem(slabs), right=smem(slabs))
+    if scores is None:
+        scratch |= dict(squares=smem(2))
+    else:
+        shapes = dataclasses.replace(shapes, scores=None, inverse=None)
+    names = [name for name, x in vars(shapes).items() if x is not None]
 
     def body(*refs, **allocations):
-        _kernel(plan, dict(zip(given, refs, strict=False)), Prepared(*refs[len(given) :]), **allocations)
+        out = dict.fromkeys(vars(shapes)) | dict(zip(names, refs[len(given) :], strict=True))
+        _kernel(plan, dict(zip(given, refs, strict=False)), Prepared(**out), **allocations)
 
-    slabs = ptx.slabs(plan.H)
-    smem = lambda n: plgpu.SMEM((n, CHUNK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)  # noqa: E731
-    return Prepared(
-        *kernel(
-            body,
-            name="jattn_linear_channel_prepare",
-            out_type=tuple(shapes.all),
-            scratch=dict(
-                q_smem=smem(slabs),
-                k_smem=smem(slabs),
-                right=smem(slabs),
-                squares=smem(2),
-                sums=plgpu.SMEM((CHUNK, tiles.pitch(plan.H)), jnp.float32),
-                others=plgpu.SMEM((8, plan.H), jnp.float32),
-                vector=plgpu.SMEM(shapes.vector.shape[3:], jnp.float32),
-                ready=plgpu.Barrier(num_arrivals=2 * slabs),
-            ),  # fmt: skip
-            grid={"block": plan.B * plan.chunks * plan.N},
-            warpgroups=1,
-            interpret=interpret,
-            approximate=False,
-        )(*given.values())
-    )
+    found = kernel(
+        body,
+        name="jattn_linear_channel_prepare" if scores is None else "jattn_linear_channel_backward_prepare",
+        out_type=tuple(getattr(shapes, name) for name in names),
+        scratch=scratch
+        | dict(
+            sums=plgpu.SMEM((CHUNK, tiles.pitch(plan.H)), jnp.float32),
+            others=plgpu.SMEM((8, plan.H), jnp.float32),
+            vector=plgpu.SMEM(shapes.vector.shape[3:], jnp.float32),
+            ready=plgpu.Barrier(num_arrivals=2 * slabs),
+        ),
+        grid={"block": plan.B * plan.chunks * plan.N},
+        warpgroups=1,
+        interpret=interpret,
+        approximate=False,
+    )(*given.values())
+    known = dict(scores=scores, inverse=inverse) | dict(zip(names, found, strict=True))
+    return Prepared(**dict.fromkeys(vars(shapes)) | known)
