@@ -5,16 +5,13 @@ The kernels are in `jattn.pallas.hopper`: `linear_prepare` and `linear_scan` for
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import PartitionSpec as P
 
-from jattn._linear import RULES, Arrays, Context, Residuals
+from jattn._linear import Context, Residuals
 from jattn._varying import unvary, vary, varying_axes
-from jattn.pallas import linear_pieces, partition
+from jattn.pallas import linear_pieces
 from jattn.pallas._compat import mapped_in_turn
 from jattn.pallas.attention import PLATFORM, why_not_here
 from jattn.pallas.hopper import (
@@ -26,6 +23,7 @@ from jattn.pallas.hopper import (
     linear_scan,
 )
 from jattn.pallas.hopper.linear_plan import Gradients, Inputs, Plan, warpgroups_of
+from jattn.pallas.linear_partition import LETTERS, SAVED, divided, letters
 from jattn.reference import linear
 from jattn.reference.linear_operands import activated, log_decay
 
@@ -111,15 +109,13 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
 
         return mapped_in_turn(run, unrolled=bool(interpret))(_inputs(arrays))
 
-    matrices = None if not by_channel else _SAVED, _SAVED if options.rule.delta else None
-    results = _LETTERS["value"], _LETTERS["initial_state"], Residuals(_SAVED, *matrices) if save else None
-    out, state, saved = part(arrays) if interpret else _divided(part, (arrays,), (_letters(arrays),), results)
+    matrices = None if not by_channel else SAVED, SAVED if options.rule.delta else None
+    results = LETTERS["value"], LETTERS["initial_state"], Residuals(SAVED, *matrices) if save else None
+    out, state, saved = part(arrays) if interpret else divided(part, (arrays,), (letters(arrays),), results)
     return vary(((out.astype(options.out_dtype), state.astype(options.state_dtype), None), saved), axes)
 
 
 def why_not_backward(problem) -> str | None:
-    if len(_BACKWARDS) <= (RULES[problem.op.removeprefix("linear.")].decay == "channel"):
-        return "has none"
     return "has no gradient of a traced scale" if problem.traced_scale else None
 
 
@@ -136,59 +132,26 @@ def backward(arrays, context, options, rest, cotangents, *, interpret=False, mul
     by_channel = options.rule.decay == "channel"
 
     def part(arrays, *saved):
-        how = dict(multiprocessors=multiprocessors, interpret=interpret)
         plan = _plan(arrays, options, multiprocessors)
-        run = functools.partial(_BACKWARDS[by_channel].launch, plan, **how)
+
+        def run(*operands):
+            how = dict(multiprocessors=multiprocessors, interpret=interpret)
+            found = _BACKWARDS[by_channel].launch(plan, *operands, **how)
+            g, beta = found.g if options.rule.decay else None, found.beta if options.rule.delta else None
+            return dataclasses.replace(found, g=g, beta=beta)
+
         return mapped_in_turn(run, unrolled=bool(interpret))(_inputs(arrays), *saved)
 
     operands = arrays, rest, dout.astype(arrays.query.dtype), dfinal.astype(jnp.float32)
-    letters = _letters(arrays), jax.tree.map(lambda _: _SAVED, rest), _LETTERS["value"], _LETTERS["initial_state"]
-    tokens, g, beta = _LETTERS["value"], options.rule.decay, options.rule.delta
-    g = None if g is None else tokens if by_channel else _LETTERS["beta"]
-    beta = _LETTERS["beta"] if beta else None
-    results = Gradients(tokens, tokens, tokens, g, beta, _LETTERS["initial_state"])
-    found = part(*operands) if interpret else _divided(part, operands, letters, results)
+    axes_of = letters(arrays), jax.tree.map(lambda _: SAVED, rest), LETTERS["value"], LETTERS["initial_state"]
+    tokens, g, beta = LETTERS["value"], options.rule.decay, options.rule.delta
+    g = None if g is None else tokens if by_channel else LETTERS["beta"]
+    beta = LETTERS["beta"] if beta else None
+    results = Gradients(tokens, tokens, tokens, g, beta, LETTERS["initial_state"])
+    found = part(*operands) if interpret else divided(part, operands, axes_of, results)
     K = arrays.query.shape[2]
     found = dataclasses.replace(found, query=_group_sums(found.query, K), key=_group_sums(found.key, K))
     return vary(jax.tree.map(lambda d, x: d.astype(x.dtype), _with_gates(arrays, options, found), arrays), axes)
-
-
-# Which axes may be cut over devices, see `partition`.
-_LETTERS = {
-    "query": P("b", None, "k", None), "key": P("b", None, "k", None), "value": P("b", None, "n", None),
-    "g": P("b", None, "n", None), "beta": P("b", None, "n"), "initial_state": P("b", "n", None, None), "scale": P(),
-    "A_log": P("n"), "dt_bias": P("n", None),
-}  # fmt: skip
-_SAVED = P("b", None, "n", None, None)
-
-
-def _letters(arrays) -> Arrays:
-    given = {name: x for name in _LETTERS if (x := getattr(arrays, name)) is not None}
-    return Arrays(**dict.fromkeys(_LETTERS) | {name: P(*_LETTERS[name][: x.ndim]) for name, x in given.items()})
-
-
-def _divided(part, operands, letters, results):
-    """`part(*operands)`, on each device for its part of the batch and the heads."""
-    arrays = operands[0]
-    leaves, structure = jax.tree.flatten(operands)
-    N, group = arrays.value.shape[2], arrays.value.shape[2] // arrays.query.shape[2]
-
-    def one(head, *leaves):
-        arrays, *rest = jax.tree.unflatten(structure, leaves)
-        return tuple(jax.tree.leaves(part(_with_own_keys(arrays, head[0], group), *rest)))
-
-    axes = [("n",), *map(tuple, jax.tree.leaves(letters))]
-    found = partition.cut(one, axes, tuple(map(tuple, jax.tree.leaves(results))))(jnp.arange(N, dtype=jnp.int32), *leaves)
-    return jax.tree.unflatten(jax.tree.structure(results), found)
-
-
-def _with_own_keys(arrays, head, group):
-    """Leaves out the key heads of other devices, where there are fewer than devices and each holds all."""
-    mine = arrays.value.shape[2]
-    if mine == arrays.query.shape[2] * group:
-        return arrays
-    own = lambda x: lax.dynamic_slice_in_dim(x, head // group, max(1, mine // group), axis=2)  # noqa: E731
-    return dataclasses.replace(arrays, query=own(arrays.query), key=own(arrays.key))
 
 
 def _group_sums(x, K):
@@ -199,7 +162,7 @@ def _group_sums(x, K):
 
 def _with_gates(arrays, options, found):
     """The gradients of `arrays`, through the gate and the activation of beta."""
-    g, beta, parameters = found.g if arrays.g is not None else None, found.beta, {}
+    g, beta, parameters = found.g, found.beta, {}
     if options.gate is not None:
         by_channel = options.rule.decay == "channel"
 

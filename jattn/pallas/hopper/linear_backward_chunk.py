@@ -89,7 +89,6 @@ def _kernel(
         s_smem=s_smem, ds_smem=ds_smem, inverse_smem=inverse_smem, squares=squares, vectors_smem=vectors_smem,
         parts=parts, numbers=numbers, ready=ready, early=early, late=late, meetings=meetings, warpgroup=warpgroup,
     )  # fmt: skip
-    _name_matrices(x)
     stride, first = lax.axis_size("block"), lax.axis_index("block")
     rounds = lax.div(_items(plan) - first + (stride - 1), i32(stride))
     _copy_tokens(x, first, i32(0))
@@ -131,7 +130,7 @@ def _part_of_slab(matrix, smem, slab, column, width):
 
 def _slabs(plan) -> int:
     """Of D, in a round: one for each warpgroup, or a half."""
-    return 2 if plan.D % (2 * ptx.SLAB) == 0 else 1
+    return 2 if plan.D == 2 * ptx.SLAB else 1
 
 
 def _rounds(plan) -> int:
@@ -206,7 +205,9 @@ def _copy_columns(x, item, number):
 
 
 def _one_chunk(x, item, slot, stride):
-    x = SimpleNamespace(**vars(x), slot=slot, item=item, place=_place(x, item))
+    # Where the index is taken anew, no addresses that follow from it stay in registers through the loop.
+    x = SimpleNamespace(**vars(x) | dict(warpgroup=lax.axis_index("warpgroup")), slot=slot, place=_place(x, item))
+    _name_matrices(x)
     x.vector = lambda name: linear_tiles.ld_shared_rows(x.vectors_smem.at[slot, VECTORS.index(name)])
     following, count = item + stride, _rounds(x.plan)
     plgpu.barrier_wait(x.ready.at[slot])
@@ -222,9 +223,9 @@ def _one_chunk(x, item, slot, stride):
         else:
             pl.when(following < _items(x.plan))(lambda: _copy_columns(x, following, 0))
     square, dq, dk = sides
-    sums.states = _row_sums(x, 1, dk)
-    _write_square(x, sums, square)
-    _write_gradients(x, sums, dq, dk)
+    _keep(x, value=sums.value, entered=sums.entered, across=sums.across, states=_row_sums(x, 1, dk))
+    _write_square(x, square)
+    _write_gradients(x, dq, dk)
 
 
 def _write_u(x, sums):
@@ -268,9 +269,9 @@ def _multiply(x, sums, sides):
     return sides
 
 
-def _tile(ref, column):
-    """`_PIECE` columns of 16-bit `ref [1, 64, 64]`, float32."""
-    return linear_tiles.ldmatrix(ref, column, _PIECE).astype(jnp.float32)
+def _tile(ref, column, columns=_PIECE):
+    """Columns of 16-bit `ref [1, 64, 64]`, float32."""
+    return linear_tiles.ldmatrix(ref, column, columns).astype(jnp.float32)
 
 
 def _products_of_states(x):
@@ -285,7 +286,7 @@ def _products_of_states(x):
     return jnp.sum(total, axis=1)
 
 
-def _write_square(x, sums, square):
+def _write_square(x, square):
     """X or Y."""
     p, w = x.plan, x.warpgroup
     products = linear_tiles.wgmma("nt", x.qk.at(2 * x.slot + w), x.qk.at(2 * x.slot + 1), p.dtype)
@@ -309,11 +310,11 @@ def _write_square(x, sums, square):
         narrow = (part * factor).astype(p.dtype)
         memory.stmatrix(narrow, x.squares.at[w], first)
         erased, rows = erased + part * product, rows + narrow.astype(jnp.float32) * product
-    sums.erased, sums.rows = jnp.sum(erased, axis=1), jnp.sum(rows, axis=1)
+    _keep(x, erased=jnp.sum(erased, axis=1), rows=jnp.sum(rows, axis=1))
     _meet(x, _SQUARES)
 
 
-def _write_gradients(x, sums, dq, dk):
+def _write_gradients(x, dq, dk):
     p, w, dtype = x.plan, x.warpgroup, x.plan.dtype
     q_own, k_own = (x.qk_own.at(2 * x.slot + i) for i in range(2))
     X, Y = x.XY, x.XY.at(1)
@@ -322,9 +323,7 @@ def _write_gradients(x, sums, dq, dk):
     dq = linear_tiles.wgmma("nn", X, k_own, dtype, dq * along_columns(x.vector("query"), x.half))
     dk = linear_tiles.wgmma("nn", Y, k_own, dtype, dk)
     columns, dq, dk = ptx.wgmma_wait_group(0, columns, dq, dk)
-    sums.key, sums.query = _row_sums(x, 1, columns), _row_sums(x, 0, dq)
-    for i, name in enumerate(_PARTS):
-        x.parts[w, i] = getattr(sums, name)
+    _keep(x, key=_row_sums(x, 1, columns), query=_row_sums(x, 0, dq))
     _meet(x, _SUMS)
     total = lambda name: _part(x, 0, name) + _part(x, 1, name)  # noqa: E731
     along = total("query"), total("states") + total("key") + _part(x, 1, "rows")
@@ -343,9 +342,9 @@ def _write_gradients(x, sums, dq, dk):
         linear_tiles.st_global_tokens(x.dbeta, *where, total("value") - x.vector("key_norm") * erased, rows)
 
 
-def _own_tile(x, i, first):
-    """Of q (0) or k (1), `_PIECE` of the warpgroup's columns."""
-    return _tile(x.qk_smem.at[x.slot, i, pl.ds(x.h_slab, 1)], x.h_column + first)
+def _own_tile(x, i, first, columns=_PIECE):
+    """Of q (0) or k (1), some of the warpgroup's columns."""
+    return _tile(x.qk_smem.at[x.slot, i, pl.ds(x.h_slab, 1)], x.h_column + first, columns)
 
 
 def _row_sums(x, i, value):
@@ -354,6 +353,12 @@ def _row_sums(x, i, value):
     for first in range(0, x.half, _PIECE):
         total = total + _own_tile(x, i, first) * value[:, first : first + _PIECE]
     return jnp.sum(total, axis=1)
+
+
+def _keep(x, **sums):
+    """Sums of rows over the warpgroup's columns, for both."""
+    for name, value in sums.items():
+        x.parts[x.warpgroup, _PARTS.index(name)] = value
 
 
 def _part(x, warpgroup, name):
@@ -374,13 +379,14 @@ def _decay_gradient(x, total):
 def _write_out(x, dq, dk, along):
     """dq and dk, through the norms; `along` is how much of each row of them is along q and k."""
     p, (batch, chunk, head) = x.plan, x.place
+    columns = _PIECE if p.N == p.K else memory.FLOAT_SLAB
     for i, (value, array, norm) in enumerate(((dq, x.dquery, "query_norm"), (dk, x.dkey, "key_norm"))):
         if p.options.qk_l2norm:
-            less = along_columns(x.vector(norm) * x.vector(norm) * along[i], _PIECE)
-        for first in range(0, x.half, _PIECE):
-            part = value[:, first : first + _PIECE]
+            less = along_columns(x.vector(norm) * x.vector(norm) * along[i], columns)
+        for first in range(0, x.half, columns):
+            part = value[:, first : first + columns]
             if p.options.qk_l2norm:
-                part = part - less * _own_tile(x, i, first)
+                part = part - less * _own_tile(x, i, first, columns)
             if p.N == p.K:
                 smem = x.qk_smem.at[x.slot, i, pl.ds(x.h_slab, 1)]
                 memory.stmatrix(part.astype(p.dtype), smem, x.h_column + first)

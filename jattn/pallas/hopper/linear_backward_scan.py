@@ -33,7 +33,7 @@ from jattn.pallas._compat import kernel, pl, plgpu
 from jattn.pallas.hopper import linear_tiles, ptx
 from jattn.pallas.hopper.linear_plan import COLUMNS, Plan, copy_rows, key_head
 from jattn.pallas.hopper.linear_prepare import BACKWARD_VECTORS as VECTORS
-from jattn.pallas.hopper.linear_walk import initial_state, produce, write_state
+from jattn.pallas.hopper.linear_walk import initial_state, place, produce, write_state
 from jattn.pallas.hopper.lists import i32
 
 _REGISTERS = 240, 24  # of a computing warpgroup's threads, of the producer's
@@ -68,18 +68,13 @@ def _kernel(
     ready,  # [stages] TMA
     free,  # [stages] every warpgroup is done with the chunk
 ):
-    warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-    part, rest = lax.rem(block, i32(plan.parts)), lax.div(block, i32(plan.parts))
+    warpgroup = lax.axis_index("warpgroup")
     x = SimpleNamespace(
         plan=plan, query=query, key=key, dout=dout, inverse=inverse, scores=scores, vectors=vectors,
         initial_state=dfinal, dstates=dstates, dz=dz, dvalue=dvalue, state=dinitial, q_smem=q_smem, k_smem=k_smem,
         do_smem=do_smem, inverse_smem=inverse_smem, scores_smem=scores_smem, vectors_smem=vectors_smem,
-        out_smem=out_smem, ready=ready, free=free, head=lax.rem(rest, i32(plan.N)), batch=lax.div(rest, i32(plan.N)),
-        first=part * (COLUMNS * plan.warpgroups), warpgroup=warpgroup,
+        out_smem=out_smem, ready=ready, free=free, warpgroup=warpgroup, **place(plan),
     )  # fmt: skip
-
-    # Traced: the index of a loop over a constant number is int64 in 64-bit mode.
-    x.chunks = jnp.minimum(x.batch, 0) + plan.chunks
 
     @pl.when(warpgroup == plan.warpgroups)
     def _():
@@ -173,7 +168,7 @@ def _write_columns(x, chunk, *columns):
 def launch(plan: Plan, inputs, prepared, dout, dfinal, *, interpret=False):
     """Runs the kernel: `(D [B, n, N, H, D], dz [B, T, N, D], dv [B, T, N, D], gradient of the initial state)`, the last
     in float32 and in the call's layout, as `dfinal` is."""
-    plan = dataclasses.replace(plan, stages=_stages(plan))
+    plan = dataclasses.replace(plan, stages=_stages(plan), piece=None)
     heads, by_keys = plan.B * plan.N, plan.options.state_layout == "kv"
     shape = (heads, plan.H, plan.D) if by_keys else (heads, plan.D, 1, plan.H)
     tokens = jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.D), plan.dtype)
@@ -187,7 +182,7 @@ def launch(plan: Plan, inputs, prepared, dout, dfinal, *, interpret=False):
             jax.ShapeDtypeStruct(shape, jnp.float32),
         ),
         scratch=_scratch(plan),
-        grid={"block": heads * plan.parts},
+        grid={"block": plan.blocks},
         warpgroups=plan.warpgroups + 1,
         interpret=interpret,
         approximate=False,
