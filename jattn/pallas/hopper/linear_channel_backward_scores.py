@@ -102,8 +102,7 @@ def _kernel(
     if delta:
         added = jnp.where(jnp.abs(beta) < LEAST_BETA, jnp.sum(beta_sums, axis=1) / jnp.float32(LEAST_BETA), 0.0)
         memory.st_global_rows(dbeta, (batch, head, chunk * CHUNK), added, i32(CHUNK))
-    if plan.options.qk_l2norm:
-        plgpu.commit_smem()
+    if plan.options.qk_l2norm:  # all warps have met since they read what these copies overwrite
         _copy_rows(x, rooms.at[0:slabs], rooms.at[slabs : 2 * slabs], again)
         plgpu.barrier_wait(again)
         lax.fori_loop(0, 2 * slabs, lambda p, _: _through_norms(x, _int(p), q_sums, k_sums), None)
@@ -142,9 +141,7 @@ def _one_slab(x, slab, carry):
     first = 2 * _int(slab)
     lax.fori_loop(0, 2, lambda i, _: _decay(x, first + _int(i), _int(i)), None)
     plgpu.commit_smem()
-    carry = lax.fori_loop(0, 2, lambda i, carry: _one_piece(x, first + _int(i), _int(i), carry), carry)
-    plgpu.commit_smem()
-    return carry
+    return lax.fori_loop(0, 2, lambda i, carry: _one_piece(x, first + _int(i), _int(i), carry), carry)
 
 
 def _decay(x, piece, place):
