@@ -165,9 +165,9 @@ def _gates(x, batch, chunk, head):
     rows = x.plan.T - first
     read = lambda array: linear_tiles.ld_global_tokens(array, batch, first, head, rows)  # noqa: E731
     exists = ptx.row_numbers() < rows
-    beta = jnp.where(exists, gates.activated(options, read(x.beta)), 0.0) if options.rule.delta else _same(jnp.float32(0))
+    beta = jnp.where(exists, gates.activated(options, read(x.beta)), 0.0) if options.rule.delta else None
     if x.g is None:
-        return _same(jnp.float32(0)), beta
+        return 0.0 * exists.astype(jnp.float32), beta  # a constant has a layout that other constants contradict
     A_log, bias = (None if a is None else a[head] for a in (x.A_log, x.dt_bias))
     g = jnp.maximum(gates.log_decay(options, read(x.g), A_log, bias), _LEAST)
     return jnp.where(exists, g * _LOG2E, 0.0), beta
@@ -188,9 +188,9 @@ def _write_vectors(smem, beta, sums, total, query_factor, q_norm, k_norm):
     decayed, rest = jnp.exp2(sums), jnp.exp2(total - sums)
     norm = (lambda a: a) if k_norm is None else (lambda a: a * k_norm)
     values = dict(
-        beta=beta, key=beta * norm(decayed), query=query_factor * decayed, update=norm(rest),
-        last=_same(jnp.exp2(total)), sums=sums,
+        query=query_factor * decayed, update=norm(rest), last=_same(jnp.exp2(total)), sums=sums,
     )  # fmt: skip
+    values |= dict.fromkeys(("beta", "key"), sums) if beta is None else dict(beta=beta, key=beta * norm(decayed))
     values |= {name: _same(jnp.float32(1)) if n is None else n for name, n in zip(BACKWARD_VECTORS[-2:], (q_norm, k_norm))}
     for i, name in enumerate(BACKWARD_VECTORS[: smem.shape[0]]):
         smem[i] = values[name]
