@@ -8,7 +8,7 @@ float32 registers; with vectors along rows, for each chunk
     duᵀ = doᵀ A + update ∘ (Dᵀ kᵀ);   dzᵀ = duᵀ M;   Dᵀ ← last · Dᵀ + (query ∘ doᵀ) q − (key ∘ dzᵀ) k
 
 Left operands are in registers, right ones as TMA left them. Written are D, dz and dv = β ∘ dz, and at the end the
-gradient of the initial state.
+gradient of the initial state. Without the delta rule dv = du, and what dz is in is left out.
 
 Pipeline: a thread block has one warpgroup or two, of the same head, and a producer that copies chunks ahead (TMA):
 
@@ -42,28 +42,28 @@ _SHARED_MEMORY = 226 * 1024
 
 def _kernel(
     plan: Plan,
+    *,
     # inputs (HBM)
     query,  # [B, T, K, H]
     key,  # [B, T, K, H]
     dout,  # [B, T, N, D]
-    inverse,  # M, [B, n, N, 64, 64]
     scores,  # A, [B, n, N, 64, 64]
     vectors,  # float32 [B, n, N, 8, 64]
     dfinal,  # [B, N, H, D] or [B, N, D, H]
+    inverse=None,  # M, [B, n, N, 64, 64]; None without the delta rule
     # outputs (HBM)
     dstates,  # D, [B, n, N, H, D]
-    dz,  # [B, T, N, D]
     dvalue,  # [B, T, N, D]
     dinitial,  # float32 [B * N, H, D], or [B * N, D, 1, H]
-    *,
+    dz=None,  # [B, T, N, D]
     # shared memory, matrices in slabs of 64 columns
     q_smem,  # [stages, slabs of H, 64, 64]
     k_smem,  # [stages, slabs of H, 64, 64]
     do_smem,  # [stages, warpgroups, 64, 64]
-    inverse_smem,  # [stages, 1, 64, 64]
     scores_smem,  # [stages, 1, 64, 64]
     vectors_smem,  # float32 [stages, 8, 64]
-    out_smem,  # [warpgroups, slabs of H + 2, 64, 64]: D, dz and dv on their way out
+    out_smem,  # [warpgroups, slabs of H + 1 or 2, 64, 64]: D, dv and dz on their way out
+    inverse_smem=None,  # [stages, 1, 64, 64]
     # barriers
     ready,  # [stages] TMA
     free,  # [stages] every warpgroup is done with the chunk
@@ -93,12 +93,13 @@ def _kernel(
 
 def _copy_chunk(x, i, slot):
     ready, chunk, head = x.ready.at[slot], x.chunks - 1 - i, key_head(x.plan, x.head)
-    place = x.batch, chunk, x.head
+    at = x.batch, chunk, x.head
     copy_rows(x.plan, x.key, x.batch, chunk, head, x.k_smem.at[slot], ready)
     copy_rows(x.plan, x.dout, x.batch, chunk, x.head, x.do_smem.at[slot], ready, x.first)
-    plgpu.copy_gmem_to_smem(x.scores.at[*place], x.scores_smem.at[slot, 0], ready)
-    plgpu.copy_gmem_to_smem(x.vectors.at[*place], x.vectors_smem.at[slot], ready)
-    plgpu.copy_gmem_to_smem(x.inverse.at[*place], x.inverse_smem.at[slot, 0], ready)
+    plgpu.copy_gmem_to_smem(x.scores.at[*at], x.scores_smem.at[slot, 0], ready)
+    plgpu.copy_gmem_to_smem(x.vectors.at[*at], x.vectors_smem.at[slot], ready)
+    if x.inverse is not None:
+        plgpu.copy_gmem_to_smem(x.inverse.at[*at], x.inverse_smem.at[slot, 0], ready)
     copy_rows(x.plan, x.query, x.batch, chunk, head, x.q_smem.at[slot], ready)
 
 
@@ -109,7 +110,8 @@ def _consume(x):
     matrix = lambda smem, columns, **how: ptx.matrix(lambda i: smem.at[i], CHUNK, columns, **how)  # noqa: E731
     x.k = matrix(x.k_smem, x.plan.H)
     x.k_rows, x.q_rows = (matrix(smem, x.plan.H, along_rows=True) for smem in (x.k_smem, x.q_smem))
-    x.M, x.A = (matrix(smem, CHUNK, along_rows=True) for smem in (x.inverse_smem, x.scores_smem))
+    x.A = matrix(x.scores_smem, CHUNK, along_rows=True)
+    x.M = None if x.inverse is None else matrix(x.inverse_smem, CHUNK, along_rows=True)
     D = lax.fori_loop(0, x.chunks, lambda i, D: _one_chunk(x, i, D), initial_state(x))
     write_state(x, D)
     plgpu.wait_smem_to_gmem(0)
@@ -128,11 +130,15 @@ def _one_chunk(x, i, D):
     r, du = ptx.wgmma_wait_group(0, r, du)
     du = du + vector("update") * r
     D = D * x.vectors_smem[slot, VECTORS.index("last"), 0]  # with a product in flight ptxas would wait for it first
-    dz = linear_tiles.wgmma_rs_nn(du.astype(dtype), x.M.at(slot))
+    if x.inverse is not None:
+        dz = linear_tiles.wgmma_rs_nn(du.astype(dtype), x.M.at(slot))
     D = ptx.wgmma_rs(D, (do.astype(jnp.float32) * vector("query")).astype(dtype), x.q_rows.at(slot))
-    (dz,) = ptx.wgmma_wait_group(1, dz)
-    D = ptx.wgmma_rs(D, (-dz * vector("key")).astype(dtype), x.k_rows.at(slot))
-    _write_columns(x, chunk, dz.astype(dtype), (dz * vector("beta")).astype(dtype))
+    if x.inverse is None:
+        _write_columns(x, chunk, du.astype(dtype))
+    else:
+        (dz,) = ptx.wgmma_wait_group(1, dz)
+        D = ptx.wgmma_rs(D, (-dz * vector("key")).astype(dtype), x.k_rows.at(slot))
+        _write_columns(x, chunk, (dz * vector("beta")).astype(dtype), dz.astype(dtype))
     (D,) = ptx.wgmma_wait_group(0, D)
     plgpu.barrier_arrive(x.free.at[slot])
     return D
@@ -151,43 +157,51 @@ def _write_leaving(x, chunk, narrow):
 
 
 def _write_columns(x, chunk, *columns):
-    """dz and dv, from their transposes; nothing past the last token."""
+    """dv and dz, from their transposes; nothing past the last token."""
     smem, slabs = x.out_smem.at[x.warpgroup], ptx.slabs(x.plan.H)
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
     for i, part in enumerate(columns):
         linear_tiles.stmatrix_trans(part, smem.at[pl.ds(slabs + i, 1)])
     plgpu.commit_smem()
-    for i, array in enumerate((x.dz, x.dvalue)):
+    for i, array in enumerate((x.dvalue, x.dz)[: len(columns)]):
         rows = array.at[x.batch, pl.ds(chunk * CHUNK, CHUNK), x.head]
-        plgpu.copy_smem_to_gmem(smem.at[slabs + i], rows.at[:, pl.ds(x.column, COLUMNS)], commit_group=i == 1)
+        plgpu.copy_smem_to_gmem(smem.at[slabs + i], rows.at[:, pl.ds(x.column, COLUMNS)], commit_group=i == len(columns) - 1)
 
 
 # --- host -------------------------------------------------------------------------------------------------------------
 
 
-def launch(plan: Plan, inputs, prepared, dout, dfinal, *, interpret=False):
-    """Runs the kernel: `(D [B, n, N, H, D], dz [B, T, N, D], dv [B, T, N, D], gradient of the initial state)`, the last
-    in float32 and in the call's layout, as `dfinal` is."""
+def launch(plan: Plan, inputs, prepared, dout, dfinal, *, interpret=False) -> dict:
+    """Runs the kernel; results by name: dstates (D) [B, n, N, H, D], dvalue and with the delta rule dz [B, T, N, D],
+    and dinitial, the gradient of the initial state, in float32 and in the call's layout, as `dfinal` is."""
     plan = dataclasses.replace(plan, stages=_stages(plan), piece=None)
-    heads, by_keys = plan.B * plan.N, plan.options.state_layout == "kv"
-    shape = (heads, plan.H, plan.D) if by_keys else (heads, plan.D, 1, plan.H)
+    heads, by_keys, delta = plan.B * plan.N, plan.options.state_layout == "kv", plan.options.rule.delta
+    given = dict(query=inputs.query, key=inputs.key, dout=dout, scores=prepared.scores, vectors=prepared.vectors)
+    given |= dict(dfinal=dfinal) | (dict(inverse=prepared.inverse) if delta else {})
     tokens = jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.D), plan.dtype)
-    dstates, dz, dvalue, dinitial = kernel(
-        lambda *refs, **allocations: _kernel(plan, *refs, **allocations),
+    shape = (heads, plan.H, plan.D) if by_keys else (heads, plan.D, 1, plan.H)
+    results = dict(
+        dstates=jax.ShapeDtypeStruct((plan.B, plan.chunks, plan.N, plan.H, plan.D), plan.dtype),
+        dvalue=tokens,
+        dinitial=jax.ShapeDtypeStruct(shape, jnp.float32),
+    ) | (dict(dz=tokens) if delta else {})
+
+    def body(*refs, **allocations):
+        _kernel(plan, **dict(zip((*given, *results), refs, strict=True)), **allocations)
+
+    found = kernel(
+        body,
         name="jattn_linear_backward_scan",
-        out_type=(
-            jax.ShapeDtypeStruct((plan.B, plan.chunks, plan.N, plan.H, plan.D), plan.dtype),
-            tokens,
-            tokens,
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-        ),
+        out_type=tuple(results.values()),
         scratch=_scratch(plan),
         grid={"block": plan.blocks},
         warpgroups=plan.warpgroups + 1,
         interpret=interpret,
         approximate=False,
-    )(inputs.query, inputs.key, dout, prepared.inverse, prepared.scores, prepared.vectors, dfinal)
-    return dstates, dz, dvalue, dinitial.reshape(plan.B, plan.N, *((plan.H, plan.D) if by_keys else (plan.D, plan.H)))
+    )(*given.values())
+    found = dict(zip(results, found, strict=True))
+    shape = (plan.H, plan.D) if by_keys else (plan.D, plan.H)
+    return found | dict(dinitial=found["dinitial"].reshape(plan.B, plan.N, *shape))
 
 
 def _stages(plan) -> int:
@@ -198,16 +212,15 @@ def _stages(plan) -> int:
 
 
 def _scratch(plan) -> dict:
-    stages, slabs = plan.stages, ptx.slabs(plan.H)
+    stages, slabs, delta = plan.stages, ptx.slabs(plan.H), plan.options.rule.delta
 
     def smem(*leading):
         return plgpu.SMEM((*leading, CHUNK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
 
     return dict(
         q_smem=smem(stages, slabs), k_smem=smem(stages, slabs), do_smem=smem(stages, plan.warpgroups),
-        inverse_smem=smem(stages, 1), scores_smem=smem(stages, 1),
-        vectors_smem=plgpu.SMEM((stages, len(VECTORS), CHUNK), jnp.float32),
-        out_smem=smem(plan.warpgroups, slabs + 2),
-        ready=plgpu.Barrier(num_arrivals=2 * slabs + plan.warpgroups + 3, num_barriers=stages),
+        scores_smem=smem(stages, 1), vectors_smem=plgpu.SMEM((stages, len(VECTORS), CHUNK), jnp.float32),
+        out_smem=smem(plan.warpgroups, slabs + 1 + delta), **(dict(inverse_smem=smem(stages, 1)) if delta else {}),
+        ready=plgpu.Barrier(num_arrivals=2 * slabs + plan.warpgroups + 2 + delta, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=stages),
     )  # fmt: skip
