@@ -39,11 +39,11 @@ _TABLE = {
     "sequence_paged_attention": {"xla": "jattn.reference.spread"},
     **{f"linear.{op}": {"xla": "jattn.reference.linear"} for op in _LINEAR},
     **{
-        f"linear.{op}": {"xla": "jattn.reference.linear", "mosaic": "jattn.pallas.linear_chunk"}
+        f"linear.{op}": {"mosaic": "jattn.pallas.linear_chunk", "xla": "jattn.reference.linear"}
         for op in ("kda", "gated_delta_rule", "delta_rule", "gla")
     },
     **{
-        f"linear.{op}_step": {"xla": "jattn.reference.linear_step", "mosaic": "jattn.pallas.linear_step"}
+        f"linear.{op}_step": {"mosaic": "jattn.pallas.linear_step", "xla": "jattn.reference.linear_step"}
         for op in _LINEAR
     },
 }

@@ -62,6 +62,13 @@ def forgetful(log_decay):
     return dataclasses.replace(p, g=np.where(some, np.float32(log_decay), p.g))
 
 
+def saturated(seed=4):
+    """Raw gates whose decays are exp(-5) or hardly any, in runs of tokens and channels."""
+    p, rng = make(gate="bounded"), np.random.default_rng(seed)
+    runs = np.repeat(rng.random((1, 13, 1, 128)) < 0.7, 10, axis=1)
+    return dataclasses.replace(p, g=np.where(runs, np.float32(30), np.float32(-30)))
+
+
 CASES = {
     "mixed gates": (make(), {}),
     "gates at -5": (make(gates="bound"), {}),
@@ -72,6 +79,7 @@ CASES = {
     "keys alike, beta 2": (alike(0.3, 2.0), {}),
     "keys alike, beta 1.99": (alike(0.5, 1.99), {}),
     "bounded gate, layout vk": (make(T=66, gate="bounded", beta_activation="sigmoid2"), dict(state_layout="vk")),
+    "bounded gate at both ends": (saturated(), {}),
     "softplus, groups, narrow": (make(T=17, N=2, H=64, gate="softplus", scale=0.3), {}),
     "one token, no state": (make(T=1, state=False, qk_l2norm=False), {}),
     "without the delta rule": (problem(GLA, B=1, T=130, K=1, N=1, H=128, D=64, dtype=BF16), {}),

@@ -132,7 +132,15 @@ def _forward_on(options, rest, arrays, context):
 @functools.partial(jax.jit, static_argnums=0)
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _step(options, step):
-    module = _dispatch.module(f"{options.rule.op}_step", options.implementation)
+    here = functools.partial(_step_on, options)
+    if options.elsewhere is None:
+        return here(step)
+    elsewhere = functools.partial(_step_on, options.elsewhere)
+    return lax.platform_dependent(step, default=elsewhere, **{_step_module(options).PLATFORM: here})
+
+
+def _step_on(options, step):
+    module = _step_module(options)
     if module.PLATFORM is not None:
         query = only_on(module.PLATFORM, step.arrays.query, f"implementation={options.implementation!r}")
         step = dataclasses.replace(step, arrays=dataclasses.replace(step.arrays, query=query))
@@ -142,6 +150,10 @@ def _step(options, step):
 @_step.__wrapped__.defjvp
 def _refuse_derivatives(options, primals, tangents):
     raise NotImplementedError(f"{options.rule.op}_step has no derivatives: {options.rule.op} has")
+
+
+def _step_module(options):
+    return _dispatch.module(f"{options.rule.op}_step", options.implementation)
 
 
 def _module(options):

@@ -9,13 +9,21 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jattn._linear import RULES, Context, Residuals
+from jattn._linear import Context, Residuals
 from jattn._varying import unvary, vary, varying_axes
 from jattn.pallas import linear_pieces
 from jattn.pallas._compat import mapped_in_turn
 from jattn.pallas.attention import PLATFORM, why_not_here
-from jattn.pallas.hopper import linear_channel_prepare, linear_channel_scan, linear_prepare, linear_scan
-from jattn.pallas.hopper.linear_plan import Inputs, Plan, warpgroups_of
+from jattn.pallas.hopper import (
+    linear_backward_chunk,
+    linear_channel_backward,
+    linear_channel_prepare,
+    linear_channel_scan,
+    linear_prepare,
+    linear_scan,
+)
+from jattn.pallas.hopper.linear_plan import Gradients, Inputs, Plan, warpgroups_of
+from jattn.pallas.linear_partition import LETTERS, SAVED, divided, letters
 from jattn.reference import linear
 from jattn.reference.linear_operands import activated, log_decay
 
@@ -23,8 +31,8 @@ __all__ = ["PLATFORM", "ChunkConfig", "backward", "choose", "forward", "why_not"
 
 _LARGEST_H, _LARGEST_D = 128, 256
 _MULTIPROCESSORS = 132
-_BACKWARDS = ()
 _KERNELS = (linear_prepare, linear_scan), (linear_channel_prepare, linear_channel_scan)  # by head, by channel
+_BACKWARDS = linear_backward_chunk, linear_channel_backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,23 +95,27 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
         options = dataclasses.replace(options, config=linear.SpanConfig(1))
         return vary(linear.forward(arrays, Context(), options, rest=rest), axes)
     save, by_channel = rest and options.residuals == "save", options.rule.decay == "channel"
-    plan = _plan(arrays, options, multiprocessors, stages=2 if save or by_channel else 3, save=save)
+    how = dict(multiprocessors=multiprocessors, interpret=interpret)
 
-    def run(inputs):
-        prepare, scan = _KERNELS[by_channel]
-        how = dict(multiprocessors=multiprocessors, interpret=interpret)
-        prepared = prepare.launch(plan, inputs, **how)
-        out, state, states = linear_pieces.scan(scan, plan, inputs, prepared, **how)
-        scores = prepared.scores if save and by_channel else None
-        return out, state, Residuals(states, scores, prepared.inverse) if save else None
+    def part(arrays):
+        plan = _plan(arrays, options, multiprocessors, stages=2 if save or by_channel else 3, save=save)
 
-    out, state, saved = mapped_in_turn(run, unrolled=bool(interpret))(_inputs(arrays))
+        def run(inputs):
+            prepare, scan = _KERNELS[by_channel]
+            prepared = prepare.launch(plan, inputs, **how)
+            out, state, states = linear_pieces.scan(scan, plan, inputs, prepared, **how)
+            scores = prepared.scores if by_channel else None
+            return out, state, Residuals(states, scores, prepared.inverse) if save else None
+
+        return mapped_in_turn(run, unrolled=bool(interpret))(_inputs(arrays))
+
+    matrices = None if not by_channel else SAVED, SAVED if options.rule.delta else None
+    results = LETTERS["value"], LETTERS["initial_state"], Residuals(SAVED, *matrices) if save else None
+    out, state, saved = part(arrays) if interpret else divided(part, (arrays,), (letters(arrays),), results)
     return vary(((out.astype(options.out_dtype), state.astype(options.state_dtype), None), saved), axes)
 
 
 def why_not_backward(problem) -> str | None:
-    if len(_BACKWARDS) <= (RULES[problem.op.removeprefix("linear.")].decay == "channel"):
-        return "has none"
     return "has no gradient of a traced scale" if problem.traced_scale else None
 
 
@@ -117,17 +129,28 @@ def backward(arrays, context, options, rest, cotangents, *, interpret=False, mul
     if 0 in arrays.query.shape[:2]:  # nothing to launch
         options = dataclasses.replace(options, config=linear.SpanConfig(1))
         return vary(linear.backward(arrays, Context(), options, rest, (dout, dfinal, None)), axes)
-    plan = _plan(arrays, options, multiprocessors)
+    by_channel = options.rule.decay == "channel"
 
-    def run(*operands):
-        found = _BACKWARDS[options.rule.decay == "channel"].launch(
-            plan, *operands, multiprocessors=multiprocessors, interpret=interpret
-        )
-        K = arrays.query.shape[2]
-        return dataclasses.replace(found, query=_group_sums(found.query, K), key=_group_sums(found.key, K))
+    def part(arrays, *saved):
+        plan = _plan(arrays, options, multiprocessors)
 
-    operands = _inputs(arrays), rest, dout.astype(arrays.query.dtype), dfinal.astype(jnp.float32)
-    found = mapped_in_turn(run, unrolled=bool(interpret))(*operands)
+        def run(*operands):
+            how = dict(multiprocessors=multiprocessors, interpret=interpret)
+            found = _BACKWARDS[by_channel].launch(plan, *operands, **how)
+            g, beta = found.g if options.rule.decay else None, found.beta if options.rule.delta else None
+            return dataclasses.replace(found, g=g, beta=beta)
+
+        return mapped_in_turn(run, unrolled=bool(interpret))(_inputs(arrays), *saved)
+
+    operands = arrays, rest, dout.astype(arrays.query.dtype), dfinal.astype(jnp.float32)
+    axes_of = letters(arrays), jax.tree.map(lambda _: SAVED, rest), LETTERS["value"], LETTERS["initial_state"]
+    tokens, g, beta = LETTERS["value"], options.rule.decay, options.rule.delta
+    g = None if g is None else tokens if by_channel else LETTERS["beta"]
+    beta = LETTERS["beta"] if beta else None
+    results = Gradients(tokens, tokens, tokens, g, beta, LETTERS["initial_state"])
+    found = part(*operands) if interpret else divided(part, operands, axes_of, results)
+    K = arrays.query.shape[2]
+    found = dataclasses.replace(found, query=_group_sums(found.query, K), key=_group_sums(found.key, K))
     return vary(jax.tree.map(lambda d, x: d.astype(x.dtype), _with_gates(arrays, options, found), arrays), axes)
 
 
@@ -139,7 +162,7 @@ def _group_sums(x, K):
 
 def _with_gates(arrays, options, found):
     """The gradients of `arrays`, through the gate and the activation of beta."""
-    g, beta, parameters = found.g if arrays.g is not None else None, found.beta, {}
+    g, beta, parameters = found.g, found.beta, {}
     if options.gate is not None:
         by_channel = options.rule.decay == "channel"
 

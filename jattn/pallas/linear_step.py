@@ -6,10 +6,13 @@ The kernel is in `jattn.pallas.hopper.linear_step`.
 import dataclasses
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jattn._varying import unvary, vary, varying_axes
 from jattn.pallas.attention import PLATFORM, why_not_here
 from jattn.pallas.hopper.linear_step import Inputs, Plan, columns_of, launch
+from jattn.pallas.linear_partition import divided
+from jattn.pallas.linear_partition import letters as letters_of
 
 __all__ = ["PLATFORM", "StepConfig", "choose", "forward", "why_not", "why_not_here"]
 
@@ -51,18 +54,28 @@ def forward(step, options, *, interpret=False):
     if 0 in step.arrays.value.shape or 0 in step.state.shape:
         out = jnp.zeros(step.arrays.value.shape, options.out_dtype)
         return vary((out, step.state), axes)
-    arrays = step.arrays
-    (B, T, K, H), (N, D) = arrays.query.shape, arrays.value.shape[2:]
-    plan = Plan(
-        B=B, T=T, N=N, K=K, H=H, D=D, places=step.state.shape[0], options=_compiled(options), columns=columns_of(H, D)
-    )  # fmt: skip
-    wide = lambda x: None if x is None else x.astype(jnp.float32)  # noqa: E731
-    inputs = Inputs(
-        query=arrays.query, key=arrays.key, value=arrays.value, g=_narrow(arrays.g), beta=_narrow(arrays.beta),
-        scale=None if arrays.scale is None else wide(arrays.scale).reshape(1), A_log=wide(arrays.A_log),
-        dt_bias=wide(arrays.dt_bias), indices=step.indices, lengths=step.lengths,
-    )  # fmt: skip
-    return vary(launch(plan, inputs, step.state, interpret=interpret), axes)
+
+    def part(arrays, state, indices, lengths):
+        (B, T, K, H), (N, D) = arrays.query.shape, arrays.value.shape[2:]
+        plan = Plan(
+            B=B, T=T, N=N, K=K, H=H, D=D, places=state.shape[0], options=_compiled(options), columns=columns_of(H, D)
+        )  # fmt: skip
+        wide = lambda x: None if x is None else x.astype(jnp.float32)  # noqa: E731
+        inputs = Inputs(
+            query=arrays.query, key=arrays.key, value=arrays.value, g=_narrow(arrays.g), beta=_narrow(arrays.beta),
+            scale=None if arrays.scale is None else wide(arrays.scale).reshape(1), A_log=wide(arrays.A_log),
+            dt_bias=wide(arrays.dt_bias), indices=indices, lengths=lengths,
+        )  # fmt: skip
+        return launch(plan, inputs, state, interpret=interpret)
+
+    operands = step.arrays, step.state, step.indices, step.lengths
+    if interpret:
+        return vary(part(*operands), axes)
+    batch = "b" if step.indices is None else None  # every device needs the places of all sequences in a pool
+    rows = None if step.lengths is None else P(batch)
+    state, indices = P(batch, "n", None, None), None if step.indices is None else P(None)
+    letters, results = (letters_of(step.arrays, batch), state, indices, rows), (P(batch, None, "n", None), state)
+    return vary(divided(part, operands, letters, results), axes)
 
 
 def _narrow(x):

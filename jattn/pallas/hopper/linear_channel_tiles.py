@@ -30,7 +30,17 @@ PIECE = 32  # channels
 LEVELS = (8, 4, 2, 1)
 # Whatever a token before it wrote is 0 in float32 after such a decay; less would take digits from others' sums.
 LEAST = -128.0
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
+
+
+def shift(options) -> int | None:
+    """With gates bounded to a few nats a token, products within a block of 16 take one anchor, in its middle: 2 to the
+    power of this times what decayed since the block began, with vectors no longer than 1 neither overflows nor
+    underflows. None if not all of it is known."""
+    bounded = options.gate == "bounded" and options.qk_l2norm and options.scale is not None
+    if not bounded or abs(options.scale) > 2.0**32:
+        return None
+    return round(-options.lower_bound * LOG2_E * BLOCK / 2)
 
 
 def pitch(H: int) -> int:
@@ -84,7 +94,7 @@ def st_sums(ref, block, g: jax.Array, rows) -> None:
     `ref [64, pitch]`; tokens from `rows` on, of the chunk, do not decay."""
     if interpreting():
         tokens = block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-        g = jnp.where(tokens[:, None] < rows, g * jnp.float32(_LOG2_E), 0)
+        g = jnp.where(tokens[:, None] < rows, g * jnp.float32(LOG2_E), 0)
         ref[pl.ds(block * BLOCK, BLOCK), pl.ds(0, g.shape[1])] = jnp.cumsum(g, axis=0)
         return
 
@@ -96,7 +106,7 @@ def st_sums(ref, block, g: jax.Array, rows) -> None:
         total = ptx.constant(0)
         for r, x in enumerate(ptx.scalars(g)):
             exists = arith.cmpi(arith.CmpIPredicate.slt, arith.addi(first, integer(r)), rows.registers[()])
-            x = arith.select(exists, ptx.mul(x, ptx.constant(_LOG2_E)), ptx.constant(0))
+            x = arith.select(exists, ptx.mul(x, ptx.constant(LOG2_E)), ptx.constant(0))
             total = ptx.add(total, x)
             _st_shared(start, 4 * r * width, [total])
 
@@ -119,6 +129,44 @@ def st_decay(sums, ref) -> None:
         _st_shared(_offset(_start(ref), channel, 4), 0, [ptx.ex2(total)])
 
     store(sums, ref)
+
+
+def st_other_sums(sums, ref) -> None:
+    """Stores to float32 `ref [8, H]` the sums of all blocks before each block and, from row 4 on, of all after it, by
+    the threads that stored the blocks' own."""
+    if interpreting():
+        ends = sums[:, pl.ds(0, ref.shape[1])][BLOCK - 1 :: BLOCK]
+        before = jnp.cumsum(ends, axis=0) - ends
+        ref[...] = jnp.concatenate([before, jnp.sum(ends, axis=0) - before - ends])
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def store(_, sums, ref):
+        width, H = (ir.MemRefType(x.type).shape[1] for x in (sums, ref))
+        channel = _channel(H)
+        start, place = (_offset(_start(x), channel, 4) for x in (sums, ref))
+        ends = [_ld_one(start, 4 * (BLOCK * i - 1) * width) for i in range(1, 5)]
+        for rows, order in ((range(4), ends), (range(7, 3, -1), ends[::-1])):
+            total = ptx.constant(0)
+            for row, end in zip(rows, order, strict=True):
+                _st_shared(place, 4 * row * H, [total])
+                total = ptx.add(total, end)
+
+    store(sums, ref)
+
+
+def logistic(x) -> jax.Array:
+    """1 / (1 + 2^x), to a relative error of 2^-22 (`ex2.approx`, `rcp.approx`): a quarter of the instructions of an
+    exact division, for each channel of each token."""
+    if interpreting():
+        return 1 / (1 + jnp.exp2(x))
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=ptx.array_type(x.shape[1]))
+    def compute(_, x):
+        text = "{ .reg .f32 x; ex2.approx.ftz.f32 x, $1; add.f32 x, x, 0f3F800000; rcp.approx.ftz.f32 $0, x; }"
+        return ptx.from_scalars([ptx._instruction(text, value) for value in ptx.scalars(x)])
+
+    return compute(x)
 
 
 def _channel(H: int):
@@ -209,6 +257,36 @@ def ld_other_sums(ref, piece, *, after: bool) -> jax.Array:
         return _same_rows(sums)
 
     return load(ref, jnp.asarray(piece, jnp.int32))
+
+
+def ld_stored_sums(ref, piece, *, after: bool) -> jax.Array:
+    """The sums of the blocks before that of the row, or after it, from what `st_other_sums` stored."""
+    if interpreting():
+        value = ref[:, pl.ds(piece * PIECE, PIECE)][_rows() // BLOCK + 4 * after]
+        plgpu.commit_smem()
+        return value
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=ptx.array_type(PIECE))
+    def load(_, ref, piece):
+        row = arith.addi(_lane_and_warp()[1], integer(4 * after))
+        place = _offset(_first_channel(ref, piece), row, 4 * ir.MemRefType(ref.type).shape[1])
+        return _same_rows(sum((_ld_shared(place, 32 * n, 2) for n in range(PIECE // 8)), []))
+
+    return load(ref, jnp.asarray(piece, jnp.int32))
+
+
+def apart(sums, anchor) -> jax.Array:
+    """`−|sums − anchor|`, of `[64, 32]` each."""
+    if interpreting():
+        return -jnp.abs(sums - anchor)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, WGMMA), return_type=ptx.array_type(PIECE))
+    def compute(_, *arrays):
+        text = "{ .reg .f32 x; .reg .b32 b; sub.ftz.f32 x, $1, $2; mov.b32 b, x; or.b32 b, b, 0x80000000;"
+        text += " mov.b32 $0, b; }"
+        return ptx.from_scalars([ptx._instruction(text, *pair) for pair in zip(*map(ptx.scalars, arrays), strict=True)])
+
+    return compute(sums, anchor)
 
 
 def ld_decay_below(ref, piece, block: int) -> jax.Array:
@@ -303,26 +381,24 @@ def mma_own(sums, left, right) -> tuple:
     return multiply(*sums, *left, right)
 
 
-def assembled(blocks, levels, diagonal=None) -> jax.Array:
-    """The lower triangle `[64, 64]` of products with the first three blocks of 16 columns and, within blocks, of those
-    of each level (see `LEVELS`): who is not its row or column has been multiplied too, and is left out here. None as
-    the diagonal is 0."""
+def of_levels(levels, diagonal=None) -> jax.Array:
+    """The lower triangles of blocks of 16, `[64, 16]`, of the products of each level (see `LEVELS`): who is not its row
+    or column has been multiplied too, and is left out here. None as the diagonal is 0."""
     if interpreting():
-        r, c = _rows()[:, None], _rows()
-        value = jnp.pad(jnp.concatenate(blocks, axis=1), ((0, 0), (0, BLOCK)))
+        r, c = _rows()[:, None] % BLOCK, _rows()[:BLOCK]
+        value = jnp.zeros((TILE_ROWS, BLOCK), jnp.float32) if diagonal is None else diagonal
         for bit, level in zip(LEVELS, levels, strict=True):
-            value = jnp.where((r ^ c < 2 * bit) & (r ^ c >= bit), level[r, c % BLOCK], value)
-        value = jnp.where(r == c, 0 if diagonal is None else diagonal[r, c % BLOCK], value)
+            value = jnp.where((r ^ c < 2 * bit) & (r ^ c >= bit), level, value)
         return jnp.where(r >= c, value, 0)
-    count = 3 + len(LEVELS) + (diagonal is not None)
 
-    @plgpu.inline_mgpu(arg_types=[WGMMA] * count, return_type=ptx.array_type(TILE_ROWS))
-    def assemble(_, *arrays):
-        registers, zero = [ptx.scalars(x) for x in arrays], ptx.constant(0)
-        blocks, (l8, *inner), rest = registers[:3], registers[3 : 3 + len(LEVELS)], registers[3 + len(LEVELS) :]
+    @plgpu.inline_mgpu(
+        arg_types=[WGMMA] * (len(LEVELS) + (diagonal is not None)), return_type=ptx.array_type(BLOCK)
+    )
+    def choose(_, *arrays):
+        zero, (l8, *inner) = ptx.constant(0), [ptx.scalars(x) for x in arrays]
+        inner, rest = inner[: len(LEVELS) - 1], inner[len(LEVELS) - 1 :]
         first, column = ptx.lane_position()
-        row, (_, warp) = arith.remui(first, integer(8)), _lane_and_warp()
-        own = [zero] * 8
+        row, own = arith.remui(first, integer(8)), [zero] * 8
         for i in range(8):
             if ptx.row_of(i) > i // 4:  # rows 8 to 15 of the block, columns 0 to 7
                 own[i] = l8[i]
@@ -335,7 +411,22 @@ def assembled(blocks, levels, diagonal=None) -> jax.Array:
                 differs = arith.cmpi(arith.CmpIPredicate.uge, apart, integer(bit))
                 value = arith.select(differs, level[i], value)
             own[i] = arith.select(arith.cmpi(arith.CmpIPredicate.uge, row, mine), value, zero)
-        found = []
+        return ptx.from_scalars(own)
+
+    return choose(*levels, *([] if diagonal is None else [diagonal]))
+
+
+def assembled(blocks, own) -> jax.Array:
+    """The lower triangle `[64, 64]` of products with the first three blocks of 16 columns and, within blocks, `own`."""
+    if interpreting():
+        r, c = _rows()[:, None], _rows()
+        outside = jnp.pad(jnp.concatenate(blocks, axis=1), ((0, 0), (0, BLOCK)))
+        return jnp.where(r // BLOCK == c // BLOCK, own[r, c % BLOCK], jnp.where(r >= c, outside, 0))
+
+    @plgpu.inline_mgpu(arg_types=[WGMMA] * 4, return_type=ptx.array_type(TILE_ROWS))
+    def assemble(_, *arrays):
+        *blocks, own = map(ptx.scalars, arrays)
+        zero, (_, warp), found = ptx.constant(0), _lane_and_warp(), []
         for block in range(4):
             here = arith.cmpi(arith.CmpIPredicate.eq, warp, integer(block))
             below = arith.cmpi(arith.CmpIPredicate.ugt, warp, integer(block))
@@ -344,7 +435,7 @@ def assembled(blocks, levels, diagonal=None) -> jax.Array:
                 found.append(arith.select(here, own[i], outside))
         return ptx.from_scalars(found)
 
-    return assemble(*blocks, *levels, *([] if diagonal is None else [diagonal]))
+    return assemble(*blocks, own)
 
 
 # --- scan -------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024).
 
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -43,6 +44,8 @@ _INPUTS = ("query", "key", "g", "beta", "scale", "A_log", "dt_bias")
 # Whatever a token before it wrote is 0 in float32 after such a decay; less would take digits from others' sums.
 _LEAST = -128.0
 _LOG2E = 1.4426950408889634
+# What a backward knows of a token besides: G to the base 2, nq, nk.
+BACKWARD_VECTORS = (*VECTORS, "sums", "query_norm", "key_norm")
 WARPGROUPS = 4  # of a thread block, which fills a multiprocessor: no thread may have more than 128 registers
 
 
@@ -50,16 +53,16 @@ def _kernel(
     plan: Plan,
     inputs,  # name -> array, those of `Inputs` that there are
     # outputs (HBM)
-    inverse,  # M, [B, n, N, 64, 64]
+    inverse,  # M, [B, n, N, 64, 64]; None for a backward, which has it
     scores,  # A, [B, n, N, 64, 64]
-    vectors,  # float32 [B, n, N, 5, 64]
+    vectors,  # float32 [B, n, N, 5, 64]; for a backward 8
     *,
     # shared memory, of each warpgroup
     q_smem,  # [warpgroups, slabs of H, 64, 64]
     k_smem,  # [warpgroups, slabs of H, 64, 64]
     squares,  # [warpgroups, 2, 64, 64]: what the inverse takes; then A and M on their way out
     numbers,  # float32 [warpgroups, 2, 64]: G, nk
-    vectors_smem,  # float32 [warpgroups, 5, 64]
+    vectors_smem,  # float32 [warpgroups, 5 or 8, 64]
     # barriers
     ready,  # [warpgroups] TMA
 ):
@@ -112,7 +115,7 @@ def _one_chunk(x, item, stride):
     plgpu.barrier_wait(x.ready)
     q, k = (ptx.matrix(lambda _, smem=smem: smem, CHUNK, p.H) for smem in (x.q_smem, x.k_smem))
     scale = x.scale[0] if p.options.scale is None else jnp.float32(p.options.scale)
-    query_factor, row_factor, k_norm = _same(scale), beta, None
+    query_factor, row_factor, q_norm, k_norm = _same(scale), beta, None, None
     if p.options.qk_l2norm:
         squares = ptx.wgmma_wait_group(0, ptx.wgmma_ss(q, q, p.dtype), ptx.wgmma_ss(k, k, p.dtype))
         q_norm, k_norm = (gates.inverse_norm(linear_tiles.diagonal(a)) for a in squares)
@@ -127,11 +130,15 @@ def _one_chunk(x, item, stride):
     below = ptx.numbers(i32(0), 0, CHUNK) >= ptx.numbers(i32(0), 1, CHUNK)
     decays = jnp.exp2(jnp.where(below, differences, -jnp.inf))
     memory.stmatrix((A * decays).astype(p.dtype), x.squares.at[1:2])
-    _write_vectors(x.vectors_smem, beta, sums, total, query_factor, k_norm)
+    _write_vectors(x.vectors_smem, beta, sums, total, query_factor, q_norm, k_norm)
 
-    (kk,) = ptx.wgmma_wait_group(0, ptx.wgmma_ss(k, k, p.dtype))
+    if x.inverse is not None:
+        (kk,) = ptx.wgmma_wait_group(0, ptx.wgmma_ss(k, k, p.dtype))
     plgpu.commit_smem()  # all warps are done with queries and keys
     pl.when(item + stride < _items(p))(lambda: _copy_in(x, item + stride))
+    if x.inverse is None:
+        _write(x, place)
+        return
     lower = beside_keys(kk) * along_columns(row_factor, CHUNK)
     corner = linear_tiles.split(jnp.where(ptx.numbers(i32(0), 0, HALF) >= HALF, lower[:, :HALF], 0.0))
     parts = linear_tiles.unit_lower_inverses(lower, x.squares.at[0:1])
@@ -143,8 +150,12 @@ def _one_chunk(x, item, stride):
         part = part * decays[:, i * HALF : (i + 1) * HALF]
         memory.stmatrix(part.astype(p.dtype), x.squares.at[0:1], i * HALF)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(x.squares.at[1], x.scores.at[*place])
     plgpu.copy_smem_to_gmem(x.squares.at[0], x.inverse.at[*place])
+    _write(x, place)
+
+
+def _write(x, place):
+    plgpu.copy_smem_to_gmem(x.squares.at[1], x.scores.at[*place])
     plgpu.copy_smem_to_gmem(x.vectors_smem, x.vectors.at[*place])
 
 
@@ -173,39 +184,53 @@ def _same(x):
     return plgpu.layout_cast(jnp.full(CHUNK, x), ptx.ROW)
 
 
-def _write_vectors(smem, beta, sums, total, query_factor, k_norm):
+def _write_vectors(smem, beta, sums, total, query_factor, q_norm, k_norm):
     decayed, rest = jnp.exp2(sums), jnp.exp2(total - sums)
     norm = (lambda a: a) if k_norm is None else (lambda a: a * k_norm)
     values = dict(
         beta=beta, key=beta * norm(decayed), query=query_factor * decayed, update=norm(rest),
-        last=_same(jnp.exp2(total)),
+        last=_same(jnp.exp2(total)), sums=sums,
     )  # fmt: skip
-    for i, name in enumerate(VECTORS):
+    values |= {name: _same(jnp.float32(1)) if n is None else n for name, n in zip(BACKWARD_VECTORS[-2:], (q_norm, k_norm))}
+    for i, name in enumerate(BACKWARD_VECTORS[: smem.shape[0]]):
         smem[i] = values[name]
 
 
 def launch(plan: Plan, inputs, *, multiprocessors: int, interpret=False) -> Prepared:
     """Runs the kernel on `Inputs`."""
-    given = {name: x for name in _INPUTS if (x := getattr(inputs, name)) is not None}
     shapes = prepared_shapes(plan)
+    return Prepared(
+        *_launched(plan, inputs, (shapes.inverse, shapes.scores, shapes.vectors), multiprocessors, interpret)
+    )
+
+
+def launch_backward(plan: Plan, inputs, inverse, *, multiprocessors: int, interpret=False) -> Prepared:
+    """The same for a backward, with M as the forward left it and `BACKWARD_VECTORS`."""
+    shapes = prepared_shapes(plan)
+    vectors = jax.ShapeDtypeStruct((*shapes.vectors.shape[:3], len(BACKWARD_VECTORS), CHUNK), jnp.float32)
+    return Prepared(inverse, *_launched(plan, inputs, (shapes.scores, vectors), multiprocessors, interpret))
+
+
+def _launched(plan, inputs, outputs, multiprocessors, interpret):
+    given = {name: x for name in _INPUTS if (x := getattr(inputs, name)) is not None}
 
     def body(*refs, **allocations):
-        _kernel(plan, dict(zip(given, refs, strict=False)), *refs[len(given) :], **allocations)
+        named, outs = dict(zip(given, refs, strict=False)), refs[len(given) :]
+        _kernel(plan, named, *(outs if len(outs) == 3 else (None, *outs)), **allocations)
 
-    launched = kernel(
+    return kernel(
         body,
         name="jattn_linear_prepare",
-        out_type=(shapes.inverse, shapes.scores, shapes.vectors),
-        scratch=_scratch(plan),
+        out_type=outputs,
+        scratch=_scratch(plan, outputs[-1].shape[3]),
         grid={"block": min(multiprocessors, -(-_items(plan) // WARPGROUPS))},
         warpgroups=WARPGROUPS,
         interpret=interpret,
         approximate=True,
-    )
-    return Prepared(*launched(*given.values()))
+    )(*given.values())
 
 
-def _scratch(plan) -> dict:
+def _scratch(plan, vectors) -> dict:
     def smem(slabs):
         return plgpu.SMEM((WARPGROUPS, slabs, CHUNK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
 
@@ -215,6 +240,6 @@ def _scratch(plan) -> dict:
         k_smem=smem(slabs),
         squares=smem(2),
         numbers=plgpu.SMEM((WARPGROUPS, 2, CHUNK), jnp.float32),
-        vectors_smem=plgpu.SMEM((WARPGROUPS, len(VECTORS), CHUNK), jnp.float32),
+        vectors_smem=plgpu.SMEM((WARPGROUPS, vectors, CHUNK), jnp.float32),
         ready=plgpu.Barrier(num_arrivals=2 * slabs, num_barriers=WARPGROUPS),
     )

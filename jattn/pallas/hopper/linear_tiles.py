@@ -41,17 +41,18 @@ def ld_global_tokens(ref, batch, token, head, rows) -> jax.Array:
 
 
 def ld_shared_along_rows(ref) -> jax.Array:
-    """float32 `ref [64]` in shared memory as `[64, 64]`, entry c in all of column c (`ld.shared.v2.f32`)."""
+    """float32 `ref [n]` in shared memory as `[64, n]`, entry c in all of column c (`ld.shared.v2.f32`)."""
+    columns = ref.shape[0]
     if interpreting():
-        value = jnp.broadcast_to(ref[...], (TILE_ROWS, TILE_ROWS))
+        value = jnp.broadcast_to(ref[...], (TILE_ROWS, columns))
         plgpu.commit_smem()  # to the emulation a copy into what was read is a race without it
         return value
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=ptx.array_type(TILE_ROWS))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=ptx.array_type(columns))
     def load(_, ref):
         _, column = ptx.lane_position()
         base = _offset(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), column, 4)
-        return ptx.from_scalars(sum((2 * _ld_shared(base, 32 * g, 2) for g in range(8)), []))
+        return ptx.from_scalars(sum((2 * _ld_shared(base, 32 * g, 2) for g in range(columns // 8)), []))
 
     return load(ref)
 
@@ -402,3 +403,120 @@ def diagonal(x) -> jax.Array:
         return ptx.rows_from_scalars(values, numbers)
 
     return take(x, ptx.row_numbers())
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def wgmma_rs_nn(a, b) -> jax.Array:
+    """`a @ b` for 16-bit `a [64, b.rows]` in registers and `b` along rows, in flight: `ptx.wgmma_rs` onto nothing."""
+    if interpreting():
+        return jnp.dot(a, b.read(), preferred_element_type=jnp.float32)
+    dtype = a.dtype
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, SCALAR), return_type=ptx.array_type(b.columns))
+    def issue(_, a, b_word):
+        a = ptx.fragmented_array.optimization_barrier(a)
+        return ptx._mma_async(
+            n=b.columns, dtype=dtype, accumulator=None, a_registers=ptx.pairs(a), b_word=b_word.registers[()],
+            steps=[(None, o) for o in b.offsets_along_rows()], b_along_rows=True,
+        )  # fmt: skip
+
+    return issue(a, b.word)
+
+
+def wgmma(form: str, a, b, dtype, accumulator=None) -> jax.Array:
+    """Of matrices in shared memory (`ptx.Matrix`), float32 `[64, n]` in flight: `accumulator` (None: 0) plus a @ b
+    ("nn", b along rows), a @ b.T ("nt") or a.T @ b ("tn": b along rows, a of 64 columns)."""
+    a_dim, b_dim = int(form[0] == "n"), int(form[1] == "t")
+    if interpreting():
+        product = lax.dot_general(
+            a.read(), b.read(), (((a_dim,), (b_dim,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        return product if accumulator is None else accumulator + product
+    onto, n = [] if accumulator is None else [accumulator], b.rows if b_dim else b.columns
+    steps = list(
+        zip(
+            a.offsets_along_columns() if a_dim else a.offsets_along_rows(),
+            b.offsets_along_columns() if b_dim else b.offsets_along_rows(),
+            strict=True,
+        )
+    )
+
+    @plgpu.inline_mgpu(arg_types=(SCALAR, SCALAR, *[WGMMA] * len(onto)), return_type=ptx.array_type(n))
+    def issue(_, a_word, b_word, *onto):
+        if onto:
+            onto = [ptx.fragmented_array.optimization_barrier(onto[0].to_layout(_ACCUMULATOR))]
+        return ptx._mma_async(
+            n=n, dtype=dtype, accumulator=list(onto[0].registers.flat) if onto else None,
+            a_word=a_word.registers[()], b_word=b_word.registers[()], steps=steps, a_along_rows=not a_dim,
+            b_along_rows=not b_dim,
+        )  # fmt: skip
+
+    return issue(a.word, b.word, *onto)
+
+
+_ACCUMULATOR = ptx.fragmented_array.WGMMA_LAYOUT_ACC_32BIT
+
+
+def ldmatrix(ref, column, columns: int) -> jax.Array:
+    """Columns from `column` on, a multiple of 16, of 16-bit `ref [1, 64, 64]`, `[64, columns]` in the WGMMA layout
+    (`ldmatrix`)."""
+    if interpreting():
+        value = ref[0, :, pl.ds(column, columns)]
+        plgpu.commit_smem()  # to the emulation a copy into what was read is a race without it
+        return value
+    dtype = ref.dtype
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(ptx.TRANSFORMS), SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((TILE_ROWS, columns), dtype, layout=WGMMA),
+    )
+    def load(_, ref, column):
+        thread = ptx.thread_index()
+        lane, warp = arith.remui(thread, integer(32)), arith.remui(arith.divui(thread, integer(32)), integer(4))
+        in_group, matrix = arith.remui(lane, integer(8)), arith.divui(lane, integer(8))
+        row = arith.addi(arith.muli(arith.remui(matrix, integer(2)), integer(8)), in_group)
+        base = _offset(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), row, 2 * ptx.SLAB)
+        base = _offset(base, warp, 16 * 2 * ptx.SLAB)
+        second = arith.addi(arith.divui(matrix, integer(2)), arith.divui(column.registers[()], integer(8)))
+        words, kind = [], llvm.StructType.get_literal([i32()] * 4)
+        for group in range(0, columns // 8, 2):
+            address = _offset(base, arith.xori(arith.addi(second, integer(group)), in_group), 16)
+            text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+            four = llvm.inline_asm(kind, [address], text, "=r,=r,=r,=r,r", has_side_effects=True)
+            words += [llvm.extractvalue(i32(), four, [i]) for i in range(4)]
+        return ptx.from_pairs(words, ir.MemRefType(ref.type).element_type)
+
+    return load(ref, jnp.asarray(column, jnp.int32))
+
+
+def ld_shared_rows(ref) -> jax.Array:
+    """float32 `ref [64]` in shared memory in the ROW layout."""
+    if interpreting():
+        value = ref[...]
+        plgpu.commit_smem()  # to the emulation a copy into what was read is a race without it
+        return value
+    return plgpu.load(ref, layout=ptx.ROW)
+
+
+def st_global_tokens(ref, batch, token, head, value, rows) -> None:
+    """Stores the first `rows` of float32 `value [64]`, in the ROW layout, to entries (batch, token + r, head) of
+    float32 `ref [B, T, N]`."""
+    if interpreting():
+        memory._for_rows(rows, lambda r: ref.__setitem__((batch, token + r, pl.ds(head, 1)), value[r][None]))
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR, ptx.ROW))
+    def store(_, ref, *operands):
+        batch, token, head, rows = (x.registers[()] for x in operands[:4])
+        kind, base = ir.MemRefType(ref.type), utils.memref_ptr(ref)
+        first_row, first_column = ptx.lane_position()
+        mine = arith.cmpi(arith.CmpIPredicate.eq, first_column, integer(0))  # of four threads that hold the same rows
+        for i, x in enumerate(ptx.scalars(operands[4])):
+            row = arith.addi(first_row, integer(8 * i))
+            inside = arith.andi(mine, arith.cmpi(arith.CmpIPredicate.slt, row, rows))
+            at = memory._flat(kind, (batch, arith.addi(token, row), head))
+            memory._store_if(inside, memory._element_pointer(base, kind.element_type, at), 0, [x])
+
+    store(ref, *(jnp.asarray(x, jnp.int32) for x in (batch, token, head, rows)), value)

@@ -1,0 +1,213 @@
+"""The second of three kernels of the gated delta rule's backward on compute capability 9.0: the walk over the chunks of
+a sequence from its end, the mirror of `linear_scan`. A and the vectors of a chunk come from `linear_prepare`, M from
+the forward; `linear_backward_chunk` goes on from here.
+
+D [H, D] is the gradient of the state that leaves a chunk. A warpgroup has 64 columns of one head's, transposed, in
+float32 registers; with vectors along rows, for each chunk
+
+    duᵀ = doᵀ A + update ∘ (Dᵀ kᵀ);   dzᵀ = duᵀ M;   Dᵀ ← last · Dᵀ + (query ∘ doᵀ) q − (key ∘ dzᵀ) k
+
+Left operands are in registers, right ones as TMA left them. Written are D, dz and dv = β ∘ dz, and at the end the
+gradient of the initial state.
+
+Pipeline: a thread block has one warpgroup or two, of the same head, and a producer that copies chunks ahead (TMA):
+
+    producer     kqoMA0 kqoMA1 | kqoMA2 …                  waits for free slots
+    consumer     Dᵀ kᵀ, doᵀ A | du | dz, … q | … k | out    waits for copies; D leaves (TMA) in the first products
+
+Floor: 2050 bytes a token and head, at the 4.3 TB/s of a copy 0.13 ms for T = 8192 and 32 heads, 0.25 ms for B = 4,
+T = 4096. A chunk's products take as long as the forward's. Prediction: 0.16 and 0.29 ms.
+
+Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024).
+"""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jattn._linear import CHUNK
+from jattn.pallas._compat import kernel, pl, plgpu
+from jattn.pallas.hopper import linear_tiles, ptx
+from jattn.pallas.hopper.linear_plan import COLUMNS, Plan, copy_rows, key_head
+from jattn.pallas.hopper.linear_prepare import BACKWARD_VECTORS as VECTORS
+from jattn.pallas.hopper.linear_walk import initial_state, place, produce, write_state
+from jattn.pallas.hopper.lists import i32
+
+_REGISTERS = 240, 24  # of a computing warpgroup's threads, of the producer's
+_SHARED_MEMORY = 226 * 1024
+
+
+def _kernel(
+    plan: Plan,
+    # inputs (HBM)
+    query,  # [B, T, K, H]
+    key,  # [B, T, K, H]
+    dout,  # [B, T, N, D]
+    inverse,  # M, [B, n, N, 64, 64]
+    scores,  # A, [B, n, N, 64, 64]
+    vectors,  # float32 [B, n, N, 8, 64]
+    dfinal,  # [B, N, H, D] or [B, N, D, H]
+    # outputs (HBM)
+    dstates,  # D, [B, n, N, H, D]
+    dz,  # [B, T, N, D]
+    dvalue,  # [B, T, N, D]
+    dinitial,  # float32 [B * N, H, D], or [B * N, D, 1, H]
+    *,
+    # shared memory, matrices in slabs of 64 columns
+    q_smem,  # [stages, slabs of H, 64, 64]
+    k_smem,  # [stages, slabs of H, 64, 64]
+    do_smem,  # [stages, warpgroups, 64, 64]
+    inverse_smem,  # [stages, 1, 64, 64]
+    scores_smem,  # [stages, 1, 64, 64]
+    vectors_smem,  # float32 [stages, 8, 64]
+    out_smem,  # [warpgroups, slabs of H + 2, 64, 64]: D, dz and dv on their way out
+    # barriers
+    ready,  # [stages] TMA
+    free,  # [stages] every warpgroup is done with the chunk
+):
+    warpgroup = lax.axis_index("warpgroup")
+    x = SimpleNamespace(
+        plan=plan, query=query, key=key, dout=dout, inverse=inverse, scores=scores, vectors=vectors,
+        initial_state=dfinal, dstates=dstates, dz=dz, dvalue=dvalue, state=dinitial, q_smem=q_smem, k_smem=k_smem,
+        do_smem=do_smem, inverse_smem=inverse_smem, scores_smem=scores_smem, vectors_smem=vectors_smem,
+        out_smem=out_smem, ready=ready, free=free, warpgroup=warpgroup, **place(plan),
+    )  # fmt: skip
+
+    @pl.when(warpgroup == plan.warpgroups)
+    def _():
+        plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+        produce(x, _copy_chunk)
+
+    @pl.when(warpgroup < plan.warpgroups)
+    def _():
+        plgpu.set_max_registers(_REGISTERS[0], action="increase")
+        x.column = x.first + warpgroup * COLUMNS
+        _consume(x)
+
+
+# --- producer ---------------------------------------------------------------------------------------------------------
+
+
+def _copy_chunk(x, i, slot):
+    ready, chunk, head = x.ready.at[slot], x.chunks - 1 - i, key_head(x.plan, x.head)
+    place = x.batch, chunk, x.head
+    copy_rows(x.plan, x.key, x.batch, chunk, head, x.k_smem.at[slot], ready)
+    copy_rows(x.plan, x.dout, x.batch, chunk, x.head, x.do_smem.at[slot], ready, x.first)
+    plgpu.copy_gmem_to_smem(x.scores.at[*place], x.scores_smem.at[slot, 0], ready)
+    plgpu.copy_gmem_to_smem(x.vectors.at[*place], x.vectors_smem.at[slot], ready)
+    plgpu.copy_gmem_to_smem(x.inverse.at[*place], x.inverse_smem.at[slot, 0], ready)
+    copy_rows(x.plan, x.query, x.batch, chunk, head, x.q_smem.at[slot], ready)
+
+
+# --- consumer ---------------------------------------------------------------------------------------------------------
+
+
+def _consume(x):
+    matrix = lambda smem, columns, **how: ptx.matrix(lambda i: smem.at[i], CHUNK, columns, **how)  # noqa: E731
+    x.k = matrix(x.k_smem, x.plan.H)
+    x.k_rows, x.q_rows = (matrix(smem, x.plan.H, along_rows=True) for smem in (x.k_smem, x.q_smem))
+    x.M, x.A = (matrix(smem, CHUNK, along_rows=True) for smem in (x.inverse_smem, x.scores_smem))
+    D = lax.fori_loop(0, x.chunks, lambda i, D: _one_chunk(x, i, D), initial_state(x))
+    write_state(x, D)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _one_chunk(x, i, D):
+    """The gradient of the state that enters the i-th chunk from the end; D and dz of the chunk are written."""
+    slot, chunk, dtype = lax.rem(i, i32(x.plan.stages)), x.chunks - 1 - i, x.plan.dtype
+    vector = lambda name: linear_tiles.ld_shared_along_rows(x.vectors_smem.at[slot, VECTORS.index(name)])  # noqa: E731
+    plgpu.barrier_wait(x.ready.at[slot])
+    narrow = D.astype(dtype)
+    r = ptx.wgmma_rs_nt(narrow, x.k.at(slot))
+    do = linear_tiles.ldmatrix_trans(x.do_smem.at[slot, pl.ds(x.warpgroup, 1)])
+    du = linear_tiles.wgmma_rs_nn(do, x.A.at(slot))
+    _write_leaving(x, chunk, narrow)
+    r, du = ptx.wgmma_wait_group(0, r, du)
+    du = du + vector("update") * r
+    D = D * x.vectors_smem[slot, VECTORS.index("last"), 0]  # with a product in flight ptxas would wait for it first
+    dz = linear_tiles.wgmma_rs_nn(du.astype(dtype), x.M.at(slot))
+    D = ptx.wgmma_rs(D, (do.astype(jnp.float32) * vector("query")).astype(dtype), x.q_rows.at(slot))
+    (dz,) = ptx.wgmma_wait_group(1, dz)
+    D = ptx.wgmma_rs(D, (-dz * vector("key")).astype(dtype), x.k_rows.at(slot))
+    _write_columns(x, chunk, dz.astype(dtype), (dz * vector("beta")).astype(dtype))
+    (D,) = ptx.wgmma_wait_group(0, D)
+    plgpu.barrier_arrive(x.free.at[slot])
+    return D
+
+
+def _write_leaving(x, chunk, narrow):
+    """D, from its transpose `[64, H]`, while the tensor core is busy."""
+    smem, slabs = x.out_smem.at[x.warpgroup], ptx.slabs(x.plan.H)
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # D of the chunk before has left the staging memory
+    for slab in range(slabs):
+        linear_tiles.stmatrix_trans(narrow[:, slab * ptx.SLAB : (slab + 1) * ptx.SLAB], smem.at[pl.ds(slab, 1)])
+    plgpu.commit_smem()
+    for slab in range(slabs):
+        rows = x.dstates.at[x.batch, chunk, x.head, pl.ds(slab * ptx.SLAB, ptx.SLAB), pl.ds(x.column, COLUMNS)]
+        plgpu.copy_smem_to_gmem(smem.at[slab], rows, commit_group=slab == slabs - 1)
+
+
+def _write_columns(x, chunk, *columns):
+    """dz and dv, from their transposes; nothing past the last token."""
+    smem, slabs = x.out_smem.at[x.warpgroup], ptx.slabs(x.plan.H)
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+    for i, part in enumerate(columns):
+        linear_tiles.stmatrix_trans(part, smem.at[pl.ds(slabs + i, 1)])
+    plgpu.commit_smem()
+    for i, array in enumerate((x.dz, x.dvalue)):
+        rows = array.at[x.batch, pl.ds(chunk * CHUNK, CHUNK), x.head]
+        plgpu.copy_smem_to_gmem(smem.at[slabs + i], rows.at[:, pl.ds(x.column, COLUMNS)], commit_group=i == 1)
+
+
+# --- host -------------------------------------------------------------------------------------------------------------
+
+
+def launch(plan: Plan, inputs, prepared, dout, dfinal, *, interpret=False):
+    """Runs the kernel: `(D [B, n, N, H, D], dz [B, T, N, D], dv [B, T, N, D], gradient of the initial state)`, the last
+    in float32 and in the call's layout, as `dfinal` is."""
+    plan = dataclasses.replace(plan, stages=_stages(plan), piece=None)
+    heads, by_keys = plan.B * plan.N, plan.options.state_layout == "kv"
+    shape = (heads, plan.H, plan.D) if by_keys else (heads, plan.D, 1, plan.H)
+    tokens = jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.D), plan.dtype)
+    dstates, dz, dvalue, dinitial = kernel(
+        lambda *refs, **allocations: _kernel(plan, *refs, **allocations),
+        name="jattn_linear_backward_scan",
+        out_type=(
+            jax.ShapeDtypeStruct((plan.B, plan.chunks, plan.N, plan.H, plan.D), plan.dtype),
+            tokens,
+            tokens,
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+        ),
+        scratch=_scratch(plan),
+        grid={"block": plan.blocks},
+        warpgroups=plan.warpgroups + 1,
+        interpret=interpret,
+        approximate=False,
+    )(inputs.query, inputs.key, dout, prepared.inverse, prepared.scores, prepared.vectors, dfinal)
+    return dstates, dz, dvalue, dinitial.reshape(plan.B, plan.N, *((plan.H, plan.D) if by_keys else (plan.D, plan.H)))
+
+
+def _stages(plan) -> int:
+    """Up to three chunks that find room."""
+    tile, slabs = 2 * CHUNK * ptx.SLAB, ptx.slabs(plan.H)
+    room = _SHARED_MEMORY - plan.warpgroups * (slabs + 2) * tile
+    return min(3, room // ((2 * slabs + plan.warpgroups + 2) * tile + 4 * len(VECTORS) * CHUNK))
+
+
+def _scratch(plan) -> dict:
+    stages, slabs = plan.stages, ptx.slabs(plan.H)
+
+    def smem(*leading):
+        return plgpu.SMEM((*leading, CHUNK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
+
+    return dict(
+        q_smem=smem(stages, slabs), k_smem=smem(stages, slabs), do_smem=smem(stages, plan.warpgroups),
+        inverse_smem=smem(stages, 1), scores_smem=smem(stages, 1),
+        vectors_smem=plgpu.SMEM((stages, len(VECTORS), CHUNK), jnp.float32),
+        out_smem=smem(plan.warpgroups, slabs + 2),
+        ready=plgpu.Barrier(num_arrivals=2 * slabs + plan.warpgroups + 3, num_barriers=stages),
+        free=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=stages),
+    )  # fmt: skip

@@ -1,0 +1,190 @@
+"""The second kernel of the backward of KDA and GLA on compute capability 9.0: the walk over the chunks of a sequence,
+from the last to the first. Matrices come from `linear_channel_prepare`; `linear_channel_backward_chunk` is next.
+
+The mirror of `linear_channel_scan`: a warpgroup has 64 columns of the gradient D of one head's state, transposed, in
+float32 registers: D [64, H], whose rows do not know of one another. Every left operand is in registers and every right
+one as TMA left it; for each chunk, of whose leaving state D is the gradient,
+
+    du = doᵀ A + D updateᵀ;   dz = du T (GLA: du);   D ← decay ∘ D + doᵀ query + (β ∘ dz) erase
+
+D, before the chunk, and dz are written for the next kernel. GLA's du is the gradient of v.
+
+Pipeline: a thread block has one warpgroup or two, of the same head, and a producer that copies chunks ahead (TMA):
+
+    producer     chunk n − 1 | chunk n − 2 | …              waits for free slots
+    consumer     du | dz, doᵀ query | D                      waits for copies; D and dz leave (TMA) under products
+
+Floor: three matrices [64, H], T, A and do in, D and dz out: 2056 bytes a token and head, at the 4.3 TB/s of a copy
+0.126 ms for T = 8192 and 32 heads, 0.251 ms for B = 4, T = 4096. Prediction: 0.20 and 0.29 ms, as three products wait
+for one another as in the forward's walk, of 0.166 and 0.198 ms.
+
+Source: Kimi Team, "Kimi Linear" (2025); Yang et al., "Gated Linear Attention Transformers" (2024).
+"""
+
+import dataclasses
+from types import SimpleNamespace
+
+from jax import lax
+
+from jattn._linear import CHUNK
+from jattn.pallas._compat import kernel, pl, plgpu
+from jattn.pallas.hopper import linear_tiles, ptx
+from jattn.pallas.hopper.linear_channel_plan import Prepared
+from jattn.pallas.hopper.linear_channel_tiles import times_along_rows
+from jattn.pallas.hopper.linear_plan import COLUMNS, Plan, copy_rows
+from jattn.pallas.hopper.linear_walk import (
+    initial_state,
+    place,
+    produce,
+    result_shapes,
+    results_of,
+    states_smem,
+    write_entering,
+    write_out,
+    write_state,
+)
+from jattn.pallas.hopper.lists import i32
+
+_REGISTERS = 232, 40  # of a computing warpgroup's threads, of the producer's
+_STAGES = 2  # chunks that are copied ahead
+
+
+def _kernel(
+    plan: Plan,
+    # inputs (HBM)
+    dout,  # [B, T, N, D]
+    prepared,  # `Prepared`
+    dfinal,  # float32 [B, N, H, D] or [B, N, D, H]: gradient of the final state
+    # outputs (HBM)
+    dz,  # [B, T, N, D]
+    dinitial,  # float32 [B * N, H, D], or [B * N, D, 1, H]
+    dstates,  # D, [B, n, N, H, D]: gradients of the states that leave each chunk
+    *,
+    # shared memory, matrices in slabs of 64 columns
+    do_smem,  # [stages, warpgroups, 64, 64]
+    matrices,  # `Prepared`, each [stages, slabs or 1, 64, 64]; the vector float32 [stages, ·]
+    out_smem,  # [warpgroups, 1, 64, 64]
+    states_smem,  # [warpgroups, slabs of H, 64, 64]
+    # barriers
+    ready,  # [stages] TMA
+    free,  # [stages] every warpgroup is done with the chunk
+):
+    warpgroup = lax.axis_index("warpgroup")
+    x = SimpleNamespace(
+        plan=plan, dout=dout, prepared=prepared, initial_state=dfinal, out=dz, state=dinitial, states=dstates,
+        states_smem=states_smem, do_smem=do_smem, matrices=matrices, out_smem=out_smem, ready=ready, free=free,
+        warpgroup=warpgroup, **place(plan),
+    )  # fmt: skip
+
+    @pl.when(warpgroup == plan.warpgroups)
+    def _():
+        plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+        produce(x, _copy_chunk)
+
+    @pl.when(warpgroup < plan.warpgroups)
+    def _():
+        plgpu.set_max_registers(_REGISTERS[0], action="increase")
+        x.column = x.first + warpgroup * COLUMNS
+        _consume(x)
+
+
+# --- producer ---------------------------------------------------------------------------------------------------------
+
+
+def _copy_chunk(x, i, slot):
+    chunk = x.chunks - 1 - i
+    ready, at, given, smem = x.ready.at[slot], (x.batch, chunk, x.head), x.prepared, x.matrices
+    copy_rows(x.plan, x.dout, x.batch, chunk, x.head, x.do_smem.at[slot], ready, x.first)
+    plgpu.copy_gmem_to_smem(given.scores.at[at], smem.scores.at[slot, 0], ready)
+    for array, room in ((given.update, smem.update), (given.query, smem.query), (given.erase, smem.erase)):
+        if array is not None:
+            for slab in range(ptx.slabs(x.plan.H)):
+                plgpu.copy_gmem_to_smem(array.at[(*at, slab)], room.at[slot, slab], ready)
+    if given.inverse is not None:
+        plgpu.copy_gmem_to_smem(given.inverse.at[at], smem.inverse.at[slot, 0], ready)
+    plgpu.copy_gmem_to_smem(given.vector.at[at], smem.vector.at[slot], ready)
+
+
+# --- consumer ---------------------------------------------------------------------------------------------------------
+
+
+def _consume(x):
+    smem, H = x.matrices, x.plan.H
+    by_rows = lambda m, n: ptx.matrix(lambda i: m.at[i], CHUNK, n, along_rows=True)  # noqa: E731
+    x.update = ptx.matrix(lambda i: smem.update.at[i], CHUNK, H)
+    x.query, x.A = by_rows(smem.query, H), by_rows(smem.scores, CHUNK)
+    if x.plan.options.rule.delta:
+        x.erase, x.T = by_rows(smem.erase, H), by_rows(smem.inverse, CHUNK)
+    D = lax.fori_loop(0, x.chunks, lambda i, D: _one_chunk(x, i, D), initial_state(x))
+    write_state(x, D)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _one_chunk(x, i, D):
+    """The gradient of the state that enters the i-th chunk from the end."""
+    slot, chunk, dtype = lax.rem(i, i32(x.plan.stages)), x.chunks - 1 - i, x.plan.dtype
+    vector = x.matrices.vector.at[slot]
+    plgpu.barrier_wait(x.ready.at[slot])
+    narrow = D.astype(dtype)
+    do = linear_tiles.ldmatrix_trans(x.do_smem.at[slot, pl.ds(x.warpgroup, 1)])
+    du = ptx.wgmma_rs(ptx.wgmma_rs_nt(narrow, x.update.at(slot)), do, x.A.at(slot))
+    write_entering(x, chunk, narrow)
+    (du,) = ptx.wgmma_wait_group(0, du)
+    D = times_along_rows(D, vector.at[pl.ds(0, x.plan.H)])
+    written = du.astype(dtype)
+    if x.plan.options.rule.delta:
+        dz = ptx.wgmma_rs(ptx.zeros(CHUNK), written, x.T.at(slot))
+        D = ptx.wgmma_rs(D, do, x.query.at(slot))
+        (dz,) = ptx.wgmma_wait_group(1, dz)
+        erased = times_along_rows(dz, vector.at[pl.ds(x.plan.H, CHUNK)]).astype(dtype)
+        D, written = ptx.wgmma_rs(D, erased, x.erase.at(slot)), dz.astype(dtype)
+    else:
+        D = ptx.wgmma_rs(D, do, x.query.at(slot))
+    write_out(x, chunk, written)  # while the tensor core is at D
+    (D,) = ptx.wgmma_wait_group(0, D)
+    plgpu.barrier_arrive(x.free.at[slot])
+    return D
+
+
+# --- host -------------------------------------------------------------------------------------------------------------
+
+
+def launch(plan: Plan, prepared, dout, dfinal, *, interpret=False):
+    """Runs the kernel: `(dz [B, T, N, D], dinitial float32 [B, N, H, D] or [B, N, D, H], dstates [B, n, N, H, D])`."""
+    plan, given = dataclasses.replace(plan, save=True, piece=None, stages=_STAGES), prepared.all
+
+    def body(dout, *refs, **allocations):
+        mine, rest = Prepared(*refs[: len(given)]), refs[len(given) :]
+        smem = Prepared(*(allocations.pop(f"matrix{i}") for i in range(len(given))))
+        _kernel(plan, dout, mine, *rest, matrices=smem, **allocations)
+
+    shapes = result_shapes(plan)
+    found = kernel(
+        body,
+        name="jattn_linear_channel_backward_scan",
+        out_type=tuple(shapes[name] for name in ("out", "state", "states")),
+        scratch=_scratch(plan, given),
+        grid={"block": plan.blocks},
+        warpgroups=plan.warpgroups + 1,
+        interpret=interpret,
+        approximate=False,
+    )(dout, *given, dfinal)
+    return results_of(plan, found)
+
+
+def _scratch(plan, given) -> dict:
+    stages, rooms, copies = plan.stages, {}, plan.warpgroups
+
+    def smem(*leading):
+        return plgpu.SMEM((*leading, CHUNK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
+
+    for i, array in enumerate(given):
+        slabs = array.shape[3] if len(array.shape) == 6 else 1
+        is_vector = len(array.shape) == 4
+        rooms[f"matrix{i}"] = plgpu.SMEM((stages, *array.shape[3:]), "float32") if is_vector else smem(stages, slabs)
+        copies += slabs
+    return rooms | dict(
+        do_smem=smem(stages, plan.warpgroups), out_smem=smem(plan.warpgroups, 1), **states_smem(plan),
+        ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        free=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=stages),
+    )  # fmt: skip

@@ -1,0 +1,185 @@
+"""The backward of KDA and GLA by Hopper kernels: emulated, compiled for an H200 without one, and on a GPU."""
+
+import dataclasses
+import functools
+
+import aot
+import baseline_linear
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle_linear
+import pytest
+from linear_cases import cotangents, hold, quickly
+from test_hopper_linear_channels import BF16, COMPILED, alike, described, empty_call, forgetful, make, turned
+
+from jattn._linear import Context
+from jattn.pallas import linear_chunk as mosaic
+from jattn.reference import linear as reference
+
+GLA = dict(beta=None, qk_l2norm=False)
+
+
+def idle(p):
+    """Every third token writes and erases nothing."""
+    beta = p.beta.copy()
+    beta[:, ::3] = 0
+    return dataclasses.replace(p, beta=beta)
+
+
+CASES = {
+    "mixed gates": (make(), {}),
+    "gates at -5": (make(gates="bound"), {}),
+    "gates near 0": (make(gates="slow"), {}),
+    "forgetting": (make(gates="forgetting"), {}),
+    "forgetting in some channels": (forgetful(-40), {}),
+    "one key, beta 1": (alike(0.0, 1.0), {}),
+    "keys alike, beta 2": (alike(0.3, 2.0), {}),
+    "keys alike, beta 1.99": (alike(0.5, 1.99), {}),
+    "beta 0": (idle(make()), {}),
+    "bounded gate, layout vk": (make(T=66, gate="bounded", beta_activation="sigmoid2"), dict(state_layout="vk")),
+    "softplus, groups, narrow": (make(T=17, N=2, H=64, gate="softplus", scale=0.3), {}),
+    "one token, no state": (make(T=1, state=False, qk_l2norm=False), {}),
+    "without the delta rule": (dataclasses.replace(make(), **GLA), {}),
+    "without it, groups": (dataclasses.replace(make(T=66, N=2), **GLA), {}),
+}
+
+
+def arguments(p, **options):
+    """Call, cotangents of the output and of the final state in the call's layout."""
+    layout, (dout, dfinal) = options.get("state_layout", "kv"), cotangents(p)
+    dfinal = np.swapaxes(dfinal, -1, -2) if layout == "vk" else dfinal
+    return described(turned(p, layout), **options), jnp.asarray(dout), jnp.asarray(dfinal)
+
+
+def check(p, got, layout="kv"):
+    """By the error rule, against the oracle."""
+    dout, dfinal = cotangents(p)
+    found = {name: np.asarray(getattr(got, name)) for name in p.arrays()}
+    if layout == "vk":
+        found["initial_state"] = np.swapaxes(found["initial_state"], -1, -2)
+    for name, x in p.arrays().items():
+        assert found[name].dtype == x.dtype and np.isfinite(found[name].astype(np.float32)).all()
+    yards = list(baseline_linear.gradients(p, dout, dfinal))
+    hold("d", found, oracle_linear.backward(p, dout, dfinal), yards, p.query.dtype)
+
+
+# Emulated
+
+
+def residuals(arrays, options):
+    """Those of the reference: one's forward may meet another's backward."""
+    options = dataclasses.replace(options, config=reference.SpanConfig(1))
+    return reference.forward(arrays, Context(), options, rest=True)[1]
+
+
+@functools.cache
+def emulation(options, **how):
+    def run(arrays, dout, dfinal):
+        rest = residuals(arrays, options)
+        return mosaic.backward(arrays, Context(), options, rest, (dout, dfinal, None), interpret=True, **how)
+
+    return quickly(run)
+
+
+def emulated(call, dout, dfinal, capfd, **how):
+    got = emulation(call.options, **how)(call.arrays, dout, dfinal)
+    assert "RACE" not in capfd.readouterr().out
+    return got
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_the_recurrences(name, capfd):
+    p, options = CASES[name]
+    check(p, emulated(*arguments(p, **options), capfd), options.get("state_layout", "kv"))
+
+
+def equal(x, y):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), x, y)
+
+
+def test_two_warpgroups_a_block_are_bit_equal_to_one(capfd):
+    given = arguments(make(T=70, D=128))
+    one, two = (emulated(*given, capfd, multiprocessors=n) for n in (132, 1))
+    equal(one, two)
+
+
+def test_a_neighbour_of_nan_is_not_seen(capfd):
+    p = make(B=2)
+    for x in p.arrays().values():
+        x[1] = np.nan
+    call, dout, dfinal = arguments(p)
+    first = lambda x: jax.tree.map(lambda a: a[:1], x)  # noqa: E731
+    alone = dataclasses.replace(call, arrays=first(call.arrays))
+    equal(first(emulated(call, dout, dfinal, capfd)), emulated(alone, dout[:1], dfinal[:1], capfd))
+
+
+def test_what_is_forgotten_has_no_gradient(capfd):
+    """Of what comes after a token whose channels decay by exp(-1000), all gradients before it are 0, bit for bit; but
+    for that of g, a difference of float32 sums."""
+    p = make(T=64)
+    p.g[:, 37] = -1000
+    call, dout, dfinal = arguments(p)
+    got = emulated(call, dout.at[:, :37].set(0), dfinal, capfd)
+    for name in ("query", "key", "value", "beta"):
+        before = np.asarray(getattr(got, name))[:, :37].astype(np.float32)
+        np.testing.assert_array_equal(before, np.zeros_like(before))
+    np.testing.assert_array_equal(np.asarray(got.initial_state), np.zeros_like(p.initial_state))
+
+
+# Compiled without a GPU
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", [*COMPILED, "wide"])
+def test_compiles_for_an_h200(name):
+    op, options = COMPILED.get(name, ("kda", dict(B=1, T=200, K=32, D=256)))
+    call = empty_call(op, **{key: x for key, x in options.items() if key != "scale"})
+    plan = mosaic._plan(call.arrays, call.options, 132, save=True)
+    states = jax.ShapeDtypeStruct((plan.B, plan.chunks, plan.N, plan.H, plan.D), BF16)
+    squares = jax.ShapeDtypeStruct((plan.B, plan.chunks, plan.N, 64, 64), BF16)
+    rest = mosaic.Residuals(states, squares, squares if op == "kda" else None)
+    dfinal = jax.ShapeDtypeStruct(call.arrays.initial_state.shape, "float32")
+    leaves, structure = jax.tree.flatten((call.arrays, rest, (call.arrays.value, dfinal, None)))
+
+    def run(*leaves):
+        arrays, rest, cotangents = structure.unflatten(leaves)
+        return mosaic.backward(arrays, call.context, call.options, rest, cotangents)
+
+    found = aot.compile_for_h200(run, *leaves)
+    assert found.clean, found
+
+
+# On a GPU
+
+
+@functools.cache
+def on_gpu(options):
+    def run(arrays, dout, dfinal):
+        _, rest = mosaic.forward(arrays, Context(), options, rest=True)
+        return mosaic.backward(arrays, Context(), options, rest, (dout, dfinal, None))
+
+    return jax.jit(run)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_on_a_gpu(name):
+    p, options = CASES[name]
+    call, *given = arguments(p, **options)
+    check(p, on_gpu(call.options)(call.arrays, *given), options.get("state_layout", "kv"))
+
+
+@pytest.mark.gpu
+def test_two_warpgroups_and_wide_values_on_a_gpu():
+    for p in (make(B=4, K=8, N=16, D=128), make(N=2, D=256)):
+        call, *given = arguments(p)
+        check(p, on_gpu(call.options)(call.arrays, *given))
+
+
+@pytest.mark.gpu
+def test_repeats_are_bit_equal():
+    call, *given = arguments(make(B=2, T=300, K=4, N=8, D=128))
+    want = on_gpu(call.options)(call.arrays, *given)
+    for _ in range(50):
+        equal(on_gpu(call.options)(call.arrays, *given), want)
