@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from linear_cases import quickly
 
 import jattn
 from jattn import masks, mods
@@ -196,9 +197,8 @@ def test_linear_attention_is_xla_on_a_cpu_beside_a_gpu(op, residuals, linear_bes
         return getattr(jattn.linear, op)(x, x, x, g, *beta, residuals=residuals, **options)
 
     xla = lambda *arrays: attend(*arrays, implementation="xla")  # noqa: E731
-    for function in (lambda f: f, gradients):
-        got, want = (jax.jit(function(f))(x, g) for f in (attend, xla))
-        jax.tree.map(np.testing.assert_array_equal, got, want)
+    got, want = (quickly(lambda *arrays, f=f: (f(*arrays), gradients(f)(*arrays)))(x, g) for f in (attend, xla))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
     assert kernels(gradients(attend), "cuda", x, g) > 4 and kernels(attend, "cpu", x, g) == 0
 
 
