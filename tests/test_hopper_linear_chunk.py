@@ -189,15 +189,16 @@ def test_refuses_packed_sequences():
     assert "cu_seqlens" in mosaic.why_not(described(GATED, p, cu_seqlens=[0, 100, 130]).problem)
 
 
-def test_runs_only_when_named_and_borrows_a_backward():
+def test_is_refused_elsewhere_and_lends_a_gradient_of_the_scale():
     p = make(GATED)
-    problem = described(GATED, p).problem
-    assert _dispatch.explain(problem, None, None).implementation == "xla"
     if jax.default_backend() != "gpu":
         with pytest.raises(NotImplementedError, match="for cuda alone"):
             call(GATED, p, implementation="mosaic")
-    options = _dispatch.resolve(problem, described(GATED, p).options, "mosaic", None)
-    assert options.implementation == "mosaic" and options.backward.implementation == "xla"
+    plain, traced = (described(GATED, dataclasses.replace(p, scale=s)) for s in (None, jnp.float32(0.3)))
+    for call_, backward in ((plain, None), (traced, "xla")):
+        options = _dispatch.resolve(call_.problem, call_.options, "mosaic", None)
+        assert options.implementation == "mosaic"
+        assert (options.backward and options.backward.implementation) == backward
 
 
 # Compiled without a GPU

@@ -53,7 +53,7 @@ class ChunkConfig:
 def choose(problem, config) -> ChunkConfig:
     """Sequences are cut where there are too few heads; however long they are, since bits must not depend on that."""
     if config is None:
-        return ChunkConfig(linear_pieces.piece_of(problem.B * problem.N, problem.H, problem.D))
+        return ChunkConfig(linear_pieces.piece_of(problem.B * problem.N, problem.D))
     if not isinstance(config, ChunkConfig):
         raise TypeError(f"config={config!r} is not a jattn.pallas.linear_chunk.ChunkConfig, which mosaic takes")
     return config

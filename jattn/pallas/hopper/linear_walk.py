@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn._linear import CHUNK
-from jattn.pallas._compat import pl, plgpu
+from jattn.pallas._compat import interpreting, pl, plgpu
 from jattn.pallas.hopper import linear_tiles, memory, ptx
 from jattn.pallas.hopper.linear_plan import COLUMNS, copy_rows, saved_states
 from jattn.pallas.hopper.lists import i32
@@ -70,7 +70,9 @@ def values(x, slot):
     v = linear_tiles.ldmatrix_trans(x.v_smem.at[slot, pl.ds(x.warpgroup, 1)])
     if not x.plan.maps:
         return v
-    return jnp.where(ptx.numbers(x.column, 0, CHUNK) < x.plan.D, v, jnp.bfloat16(0))  # there may be NaN
+    exists = ptx.numbers(x.column, 0, CHUNK) < x.plan.D
+    v = jnp.where(exists, v, jnp.bfloat16(0))  # there may be NaN
+    return lax.optimization_barrier(v) if interpreting() else v  # the CPU has no product of what it fuses with this
 
 
 def write_out(x, chunk, o):
