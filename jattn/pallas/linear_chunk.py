@@ -1,7 +1,8 @@
 """`implementation="mosaic"` of linear attention: what the Hopper kernels need, and their reasons.
 
 The kernels are in `jattn.pallas.hopper`: `linear_prepare` and `linear_scan` for one decay a head,
-`linear_channel_prepare` and `linear_channel_scan` for one a channel. The backward is another implementation's.
+`linear_channel_prepare` and `linear_channel_scan` for one a channel; their backwards are `linear_backward` and
+`linear_channel_backward`.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from jattn.pallas import linear_pieces
 from jattn.pallas._compat import mapped_in_turn
 from jattn.pallas.attention import PLATFORM, why_not_here
 from jattn.pallas.hopper import (
-    linear_backward_chunk,
+    linear_backward,
     linear_channel_backward,
     linear_channel_prepare,
     linear_channel_scan,
@@ -32,7 +33,7 @@ __all__ = ["PLATFORM", "ChunkConfig", "backward", "choose", "forward", "why_not"
 _LARGEST_H, _LARGEST_D = 128, 256
 _MULTIPROCESSORS = 132
 _KERNELS = (linear_prepare, linear_scan), (linear_channel_prepare, linear_channel_scan)  # by head, by channel
-_BACKWARDS = linear_backward_chunk, linear_channel_backward
+_BACKWARDS = linear_backward, linear_channel_backward
 
 
 @dataclasses.dataclass(frozen=True)

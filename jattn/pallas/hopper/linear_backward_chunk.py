@@ -1,6 +1,6 @@
-"""The last of three kernels of the gated delta rule's backward on compute capability 9.0: what chunks do not wait for one
-another with. `linear_backward_scan` left D, the gradient of the state that leaves a chunk, and dz; S is the state that
-entered it, and M and the vectors are those of `linear_prepare`. `launch` runs all three.
+"""The last of three kernels of the gated delta rule's backward on compute capability 9.0: what chunks do not wait for
+one another with. `linear_backward_scan` left D, the gradient of the state that leaves a chunk, and dz; S is the state
+that entered it, and M and the vectors are those of `linear_prepare`.
 
     r = k S;   z = β ∘ v − key ∘ r;   u = M z
     X = tril(do uᵀ) ∘ Γ, scale nq beside its rows and nk beside its columns;   Y = −tril(dz uᵀ, −1) ∘ Γ, β nk and nk
@@ -35,9 +35,9 @@ from jax import lax
 
 from jattn._linear import CHUNK
 from jattn.pallas._compat import interpreting, kernel, pl, plgpu
-from jattn.pallas.hopper import linear_backward_scan, linear_prepare, linear_tiles, memory, ptx
+from jattn.pallas.hopper import linear_tiles, memory, ptx
 from jattn.pallas.hopper.decode_rows import along_columns
-from jattn.pallas.hopper.linear_plan import Gradients, Plan, copy_rows, key_head
+from jattn.pallas.hopper.linear_plan import Plan, copy_rows, key_head
 from jattn.pallas.hopper.linear_prepare import BACKWARD_VECTORS as VECTORS
 from jattn.pallas.hopper.lists import i32
 
@@ -108,13 +108,11 @@ def _name_matrices(x):
 
 
 def _part_of_slab(matrix, smem, slab, column, width):
-    """Of a matrix along rows; whose other columns the other warpgroup writes meanwhile, as the emulation has to know."""
+    """Of a matrix along rows, whose other columns the other warpgroup writes meanwhile: the emulation has to know."""
     part = matrix.slab(slab).columns_from(column, columns=width)
     if not interpreting():
         return part
-    return dataclasses.replace(
-        part, ref_of=lambda _: smem.at[pl.ds(slab, 1), :, pl.ds(column, width)], first_column=0
-    )
+    return dataclasses.replace(part, ref_of=lambda _: smem.at[pl.ds(slab, 1), :, pl.ds(column, width)], first_column=0)
 
 
 def _slabs(plan) -> int:
@@ -305,16 +303,13 @@ def _write_square(x, square):
     factor, sums_of_rows = (along_columns(a, _PIECE) for a in (factor, x.vector("sums")))
     erased = rows = ptx.zeros(_PIECE)
     for first in range(0, square.shape[1], _PIECE):
-        along = lambda name: linear_tiles.ld_shared_along_rows(  # noqa: E731
-            x.vectors_smem.at[x.slot, VECTORS.index(name), pl.ds(origin + first, _PIECE)]
-        )
         below = ptx.numbers(-above, 0, _PIECE) >= ptx.numbers(i32(first) + origin, 1, _PIECE)
         part = square[:, first : first + _PIECE]
         if x.decay:
-            part = part * jnp.exp2(jnp.where(below, sums_of_rows - along("sums"), -jnp.inf))
+            part = part * jnp.exp2(jnp.where(below, sums_of_rows - _along(x, "sums", origin + first), -jnp.inf))
         else:
             part = jnp.where(below, part, 0.0)
-        part = part * along("key_norm")
+        part = part * _along(x, "key_norm", origin + first)
         narrow = (part * factor).astype(p.dtype)
         memory.stmatrix(narrow, x.squares.at[w if x.delta else 0], origin + first)
         if x.delta:
@@ -323,6 +318,11 @@ def _write_square(x, square):
     if x.delta:
         _keep(x, erased=jnp.sum(erased, axis=1), rows=jnp.sum(rows, axis=1))
     _meet(x, _SQUARES)
+
+
+def _along(x, name, first):
+    """`_PIECE` entries of a vector from `first` on, along rows."""
+    return linear_tiles.ld_shared_along_rows(x.vectors_smem.at[x.slot, VECTORS.index(name), pl.ds(first, _PIECE)])
 
 
 def _write_gradients(x, dq, dk):
@@ -424,14 +424,15 @@ def _write_out(x, dq, dk, along):
 # --- host -------------------------------------------------------------------------------------------------------------
 
 
-def launch(plan: Plan, inputs, residuals, dout, dfinal, *, multiprocessors: int, interpret=False) -> Gradients:
-    """The whole backward, from what the forward kept and the cotangents of its results."""
+def launch(plan: Plan, inputs, prepared, states, walked, dout, *, multiprocessors: int, interpret=False) -> dict:
+    """Runs the kernel; results by name: dquery and dkey [B, T, N, H], in bfloat16 where N is K and else in float32, and
+    where there is decay and the delta rule dg and dbeta, float32 [B, T, N].
+
+    Args:
+        walked: what `linear_backward_scan` returned.
+    """
     delta, decay = plan.options.rule.delta, plan.options.rule.decay is not None
-    prepared = linear_prepare.launch_backward(
-        plan, inputs, residuals.inverse, multiprocessors=multiprocessors, interpret=interpret
-    )
-    walked = linear_backward_scan.launch(plan, inputs, prepared, dout, dfinal, interpret=interpret)
-    given = dict(query=inputs.query, key=inputs.key, value=inputs.value, dout=dout, states=residuals.states)
+    given = dict(query=inputs.query, key=inputs.key, value=inputs.value, dout=dout, states=states)
     given |= dict(dstates=walked["dstates"], vectors=prepared.vectors)
     given |= dict(inverse=prepared.inverse, dz=walked["dz"]) if delta else {}
     rows = (plan.B, plan.T, plan.N)
@@ -452,11 +453,7 @@ def launch(plan: Plan, inputs, residuals, dout, dfinal, *, multiprocessors: int,
         interpret=interpret,
         approximate=True,
     )(*given.values())
-    found = dict(zip(results, found, strict=True))
-    return Gradients(
-        query=found["dquery"], key=found["dkey"], value=walked["dvalue"], g=found.get("dg"), beta=found.get("dbeta"),
-        initial_state=walked["dinitial"],
-    )  # fmt: skip
+    return dict(zip(results, found, strict=True))
 
 
 def _scratch(plan) -> dict:

@@ -164,8 +164,8 @@ def _write_columns(x, chunk, *columns):
         linear_tiles.stmatrix_trans(part, smem.at[pl.ds(slabs + i, 1)])
     plgpu.commit_smem()
     for i, array in enumerate((x.dvalue, x.dz)[: len(columns)]):
-        rows = array.at[x.batch, pl.ds(chunk * CHUNK, CHUNK), x.head]
-        plgpu.copy_smem_to_gmem(smem.at[slabs + i], rows.at[:, pl.ds(x.column, COLUMNS)], commit_group=i == len(columns) - 1)
+        rows = array.at[x.batch, pl.ds(chunk * CHUNK, CHUNK), x.head, pl.ds(x.column, COLUMNS)]
+        plgpu.copy_smem_to_gmem(smem.at[slabs + i], rows, commit_group=i == len(columns) - 1)
 
 
 # --- host -------------------------------------------------------------------------------------------------------------
