@@ -415,7 +415,7 @@ def launch(plan: Plan, inputs, residuals, dout, dfinal, *, multiprocessors: int,
         plan, inputs, residuals.inverse, multiprocessors=multiprocessors, interpret=interpret
     )
     dstates, dz, dvalue, dinitial = linear_backward_scan.launch(
-        plan, inputs, prepared, dout, dfinal, interpret=interpret
+        plan, inputs, prepared, dout, dfinal, multiprocessors=multiprocessors, interpret=interpret
     )
     rows = (plan.B, plan.T, plan.N)
     wide = jax.ShapeDtypeStruct((*rows, plan.H), plan.dtype if plan.N == plan.K else jnp.float32)
