@@ -12,7 +12,7 @@ import numpy as np
 import oracle_linear
 import pytest
 from linear_cases import call, cotangents, hold, quickly
-from test_hopper_linear_chunk import GATED, PLAIN, alike, described, empty_call, make, turned
+from test_hopper_linear_chunk import GATED, PLAIN, SIMPLE, UNGATED, alike, described, empty_call, make, turned
 
 from jattn._linear import Residuals
 from jattn.pallas import linear_chunk as mosaic
@@ -55,6 +55,13 @@ CASES = {
     "three slabs": (GATED, make(GATED, T=65, H=64, D=192), {}),
     "four slabs": (GATED, make(GATED, T=64, D=256), {}),
     "without decay, beta to 2": (PLAIN, make(PLAIN), {}),
+    "no delta rule": (SIMPLE, make(SIMPLE, qk_l2norm=False), {}),
+    "no delta rule, forgetting, groups": (
+        SIMPLE,
+        make(SIMPLE, T=66, N=2, H=64, D=64, gates="forgetting", qk_l2norm=False),
+        {},
+    ),
+    "no delta rule, no decay": (UNGATED, make(UNGATED, T=70, D=192, H=64, qk_l2norm=False), {}),
     "keys alike, beta 2": (PLAIN, alike(0.3, 2.0), {}),
     "keys alike, beta 1.7": (PLAIN, alike(0.5, 1.7, T=256, seed=3), {}),
 }
@@ -67,7 +74,7 @@ def test_is_the_gradient_of_the_recurrence(name, capfd):
     vk = options.get("state_layout") == "vk"
     turn = (lambda x: np.swapaxes(x, -1, -2)) if vk else lambda x: x
     found = gradients(described(op, turned(p, "vk" if vk else "kv"), **options), dout, turn(dfinal), capfd)
-    assert found["query"].dtype == p.query.dtype and found["beta"].dtype == np.float32
+    assert found["query"].dtype == p.query.dtype
     hold_gradients(p, found | {"initial_state": turn(found["initial_state"])}, dout, dfinal)
 
 
@@ -97,6 +104,8 @@ COMPILED = {
     "two warpgroups, groups, state": (GATED, dict(B=4, T=100, K=8, state=True, qk_l2norm=True)),
     "two warpgroups, wide": (GATED, dict(B=4, T=64, K=32, D=256, qk_l2norm=True)),
     "narrow": (GATED, dict(B=1, T=100, K=16, H=64, D=64)),
+    "without the delta rule": (SIMPLE, dict(B=4, T=100, K=16, state=True)),
+    "neither decay nor delta rule": (UNGATED, dict(B=1, T=100, K=32)),
     "without decay, vk": (PLAIN, dict(B=4, T=64, K=32, state=True, layout="vk", scale=0.3)),
 }
 

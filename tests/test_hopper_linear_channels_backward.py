@@ -27,6 +27,12 @@ def idle(p):
     return dataclasses.replace(p, beta=beta)
 
 
+def at_the_bound():
+    """Raw gates so large that all but some decay by exp(-5)."""
+    p = make(gate="bounded")
+    return dataclasses.replace(p, g=np.where(np.random.default_rng(4).random(p.g.shape) < 0.9, np.float32(30), p.g))
+
+
 CASES = {
     "mixed gates": (make(), {}),
     "gates at -5": (make(gates="bound"), {}),
@@ -38,6 +44,7 @@ CASES = {
     "keys alike, beta 1.99": (alike(0.5, 1.99), {}),
     "beta 0": (idle(make()), {}),
     "bounded gate, layout vk": (make(T=66, gate="bounded", beta_activation="sigmoid2"), dict(state_layout="vk")),
+    "bounded gate at its bound": (at_the_bound(), {}),
     "softplus, groups, narrow": (make(T=17, N=2, H=64, gate="softplus", scale=0.3), {}),
     "one token, no state": (make(T=1, state=False, qk_l2norm=False), {}),
     "without the delta rule": (dataclasses.replace(make(), **GLA), {}),
@@ -130,10 +137,16 @@ def test_what_is_forgotten_has_no_gradient(capfd):
 # Compiled without a GPU
 
 
+MORE = {
+    "wide": ("kda", dict(B=1, T=200, K=32, D=256)),
+    "bounded gate, groups": ("kda", dict(B=1, T=100, K=8, gate="bounded", qk_l2norm=True)),
+}
+
+
 @pytest.mark.aot
-@pytest.mark.parametrize("name", [*COMPILED, "wide"])
+@pytest.mark.parametrize("name", [*COMPILED, *MORE])
 def test_compiles_for_an_h200(name):
-    op, options = COMPILED.get(name, ("kda", dict(B=1, T=200, K=32, D=256)))
+    op, options = (COMPILED | MORE)[name]
     call = empty_call(op, **{key: x for key, x in options.items() if key != "scale"})
     plan = mosaic._plan(call.arrays, call.options, 132, save=True)
     states = jax.ShapeDtypeStruct((plan.B, plan.chunks, plan.N, plan.H, plan.D), BF16)

@@ -1,4 +1,4 @@
-"""`implementation="mosaic"` of the delta rules and of GLA: what the Hopper kernels need, and their reasons.
+"""`implementation="mosaic"` of linear attention: what the Hopper kernels need, and their reasons.
 
 The kernels are in `jattn.pallas.hopper`: `linear_prepare` and `linear_scan` for one decay a head,
 `linear_channel_prepare` and `linear_channel_scan` for one a channel. The backward is another implementation's.

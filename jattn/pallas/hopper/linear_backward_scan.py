@@ -8,7 +8,7 @@ float32 registers; with vectors along rows, for each chunk
     duᵀ = doᵀ A + update ∘ (Dᵀ kᵀ);   dzᵀ = duᵀ M;   Dᵀ ← last · Dᵀ + (query ∘ doᵀ) q − (key ∘ dzᵀ) k
 
 Left operands are in registers, right ones as TMA left them. Written are D, dz and dv = β ∘ dz, and at the end the
-gradient of the initial state.
+gradient of the initial state. Without the delta rule dv = du, and what dz is in is left out.
 
 Pipeline: a thread block has one warpgroup or two, of the same head, and a producer that copies chunks ahead (TMA):
 
@@ -57,23 +57,23 @@ def _kernel(
     query,  # [B, T, K, H]
     key,  # [B, T, K, H]
     dout,  # [B, T, N, D]
-    inverse,  # M, [B, n, N, 64, 64]
     scores,  # A, [B, n, N, 64, 64]
     vectors,  # float32 [B, n, N, 8, 64]
     initial_state=None,  # gradient of the final one, [B, N, H, D] or [B, N, D, H]; of pieces as in `linear_scan`
+    inverse=None,  # M, [B, n, N, 64, 64]; None without the delta rule
     # outputs (HBM), the first alone with maps
     state,  # gradient of the initial one, float32 [B * N, H, D], or [B * N, D, 1, H]; maps as in `linear_scan`
     dstates=None,  # D, [B, n, N, H, D]
-    dz=None,  # [B, T, N, D]
     dvalue=None,  # [B, T, N, D]
+    dz=None,  # [B, T, N, D]; None without the delta rule
     # shared memory, matrices in slabs of 64 columns
     q_smem,  # [stages, slabs of H, 64, 64]
     k_smem,  # [stages, slabs of H, 64, 64]
     do_smem,  # [stages, warpgroups, 64, 64]
-    inverse_smem,  # [stages, 1, 64, 64]
     scores_smem,  # [stages, 1, 64, 64]
     vectors_smem,  # float32 [stages, 8, 64]
-    out_smem=None,  # [warpgroups, slabs of H + 2, 64, 64]: D, dz and dv on their way out
+    out_smem=None,  # [warpgroups, slabs of H + 1 or 2, 64, 64]: D, dv and dz on their way out
+    inverse_smem=None,  # [stages, 1, 64, 64]
     # barriers
     ready,  # [stages] TMA
     free,  # [stages] every warpgroup is done with the chunk
@@ -102,13 +102,13 @@ def _kernel(
 
 
 def _copy_chunk(x, chunk, slot):
-    ready, head = x.ready.at[slot], key_head(x.plan, x.head)
-    place = x.batch, chunk, x.head
+    ready, head, at = x.ready.at[slot], key_head(x.plan, x.head), (x.batch, chunk, x.head)
     copy_rows(x.plan, x.key, x.batch, chunk, head, x.k_smem.at[slot], ready)
     copy_columns(x, x.dout, x.do_smem.at[slot], chunk, ready)
-    plgpu.copy_gmem_to_smem(x.scores.at[*place], x.scores_smem.at[slot, 0], ready)
-    plgpu.copy_gmem_to_smem(x.vectors.at[*place], x.vectors_smem.at[slot], ready)
-    plgpu.copy_gmem_to_smem(x.inverse.at[*place], x.inverse_smem.at[slot, 0], ready)
+    plgpu.copy_gmem_to_smem(x.scores.at[*at], x.scores_smem.at[slot, 0], ready)
+    plgpu.copy_gmem_to_smem(x.vectors.at[*at], x.vectors_smem.at[slot], ready)
+    if x.inverse is not None:
+        plgpu.copy_gmem_to_smem(x.inverse.at[*at], x.inverse_smem.at[slot, 0], ready)
     copy_rows(x.plan, x.query, x.batch, chunk, head, x.q_smem.at[slot], ready)
 
 
@@ -119,7 +119,8 @@ def _consume(x):
     matrix = lambda smem, columns, **how: ptx.matrix(lambda i: smem.at[i], CHUNK, columns, **how)  # noqa: E731
     x.k = matrix(x.k_smem, x.plan.H)
     x.k_rows, x.q_rows = (matrix(smem, x.plan.H, along_rows=True) for smem in (x.k_smem, x.q_smem))
-    x.M, x.A = (matrix(smem, CHUNK, along_rows=True) for smem in (x.inverse_smem, x.scores_smem))
+    x.A = matrix(x.scores_smem, CHUNK, along_rows=True)
+    x.M = None if x.inverse is None else matrix(x.inverse_smem, CHUNK, along_rows=True)
     D = lax.fori_loop(0, x.chunks, lambda i, D: _one_chunk(x, i, D), initial_state(x))
     write_state(x, D)
     plgpu.wait_smem_to_gmem(0)
@@ -139,12 +140,16 @@ def _one_chunk(x, i, D):
     r, du = ptx.wgmma_wait_group(0, r, du)
     du = du + vector("update") * r
     D = D * x.vectors_smem[slot, VECTORS.index("last"), 0]  # with a product in flight ptxas would wait for it first
-    dz = linear_tiles.wgmma_rs_nn(du.astype(dtype), x.M.at(slot))
+    if x.inverse is not None:
+        dz = linear_tiles.wgmma_rs_nn(du.astype(dtype), x.M.at(slot))
     D = ptx.wgmma_rs(D, (do.astype(jnp.float32) * vector("query")).astype(dtype), x.q_rows.at(slot))
-    (dz,) = ptx.wgmma_wait_group(1, dz)
-    D = ptx.wgmma_rs(D, (-dz * vector("key")).astype(dtype), x.k_rows.at(slot))
+    written = (du,)
+    if x.inverse is not None:
+        (dz,) = ptx.wgmma_wait_group(1, dz)
+        D = ptx.wgmma_rs(D, (-dz * vector("key")).astype(dtype), x.k_rows.at(slot))
+        written = dz * vector("beta"), dz
     if outputs:
-        _write_columns(x, chunk, dz.astype(dtype), (dz * vector("beta")).astype(dtype))
+        _write_columns(x, chunk, *(part.astype(dtype) for part in written))
     (D,) = ptx.wgmma_wait_group(0, D)
     plgpu.barrier_arrive(x.free.at[slot])
     return D
@@ -163,24 +168,26 @@ def _write_leaving(x, chunk, narrow):
 
 
 def _write_columns(x, chunk, *columns):
-    """dz and dv, from their transposes; nothing past the last token."""
+    """dv and dz, from their transposes; nothing past the last token."""
     smem, slabs = x.out_smem.at[x.warpgroup], ptx.slabs(x.plan.H)
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
     for i, part in enumerate(columns):
         linear_tiles.stmatrix_trans(part, smem.at[pl.ds(slabs + i, 1)])
     plgpu.commit_smem()
-    for i, array in enumerate((x.dz, x.dvalue)):
+    arrays = (x.dvalue, x.dz)[: len(columns)]
+    for i, array in enumerate(arrays):
         rows = array.at[x.batch, pl.ds(chunk * CHUNK, CHUNK), x.head]
-        plgpu.copy_smem_to_gmem(smem.at[slabs + i], rows.at[:, pl.ds(x.column, COLUMNS)], commit_group=i == 1)
+        plgpu.copy_smem_to_gmem(smem.at[slabs + i], rows.at[:, pl.ds(x.column, COLUMNS)], commit_group=array is arrays[-1])
 
 
 # --- host -------------------------------------------------------------------------------------------------------------
 
 
-def launch(plan: Plan, inputs, prepared, dout, dfinal, *, multiprocessors: int, interpret=False):
-    """Runs the kernel: `(D [B, n, N, H, D], dz [B, T, N, D], dv [B, T, N, D], gradient of the initial state)`, the last
-    in float32 and in the call's layout, as `dfinal` is."""
-    given = dict(query=inputs.query, key=inputs.key, dout=dout, **vars(prepared))
+def launch(plan: Plan, inputs, prepared, dout, dfinal, *, multiprocessors: int, interpret=False) -> dict:
+    """Runs the kernel; results by name: dstates (D) [B, n, N, H, D], dvalue and with the delta rule dz [B, T, N, D],
+    and dinitial, the gradient of the initial state, in float32 and in the call's layout, as `dfinal` is."""
+    given = dict(query=inputs.query, key=inputs.key, dout=dout, scores=prepared.scores, vectors=prepared.vectors)
+    given |= dict(inverse=prepared.inverse) if plan.options.rule.delta else {}
     return linear_pieces.in_pieces(
         lambda plan, state: _walk(plan, given | ({} if state is None else dict(initial_state=state)), interpret), plan,
         dfinal, multiprocessors=multiprocessors, reverse=True, interpret=interpret,
@@ -189,13 +196,17 @@ def launch(plan: Plan, inputs, prepared, dout, dfinal, *, multiprocessors: int, 
 
 def _walk(plan, given, interpret):
     plan = dataclasses.replace(plan, save=False, stages=_stages(plan))
-    results, tokens = result_shapes(plan), jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.D), plan.dtype)
-    results = dict(state=results["state"])
+    results = dict(state=result_shapes(plan)["state"])
     if not plan.maps:
         states = jax.ShapeDtypeStruct((plan.B, plan.chunks, plan.N, plan.H, plan.D), plan.dtype)
-        results |= dict(dstates=states, dz=tokens, dvalue=tokens)
+        tokens = jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.D), plan.dtype)
+        results |= dict(dstates=states, dvalue=tokens) | (dict(dz=tokens) if plan.options.rule.delta else {})
+
+    def body(*refs, **allocations):
+        _kernel(plan, **dict(zip((*given, *results), refs, strict=True)), **allocations)
+
     found = kernel(
-        lambda *refs, **room: _kernel(plan, **dict(zip((*given, *results), refs, strict=True)), **room),
+        body,
         name="jattn_linear_backward_maps" if plan.maps else "jattn_linear_backward_scan",
         out_type=tuple(results.values()),
         scratch=_scratch(plan),
@@ -206,8 +217,8 @@ def _walk(plan, given, interpret):
     )(*given.values())
     if plan.maps:
         return results_of(plan, found)
-    state, dstates, dz, dvalue = found
-    return dstates, dz, dvalue, results_of(plan, (None, state))[1]
+    found = dict(zip(results, found, strict=True))
+    return found | dict(dinitial=results_of(plan, (None, found.pop("state")))[1])
 
 
 def _stages(plan) -> int:
@@ -218,16 +229,16 @@ def _stages(plan) -> int:
 
 
 def _scratch(plan) -> dict:
-    stages, slabs = plan.stages, ptx.slabs(plan.H)
+    stages, slabs, delta = plan.stages, ptx.slabs(plan.H), plan.options.rule.delta
 
     def smem(*leading):
         return plgpu.SMEM((*leading, CHUNK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
 
     return dict(
         q_smem=smem(stages, slabs), k_smem=smem(stages, slabs), do_smem=smem(stages, plan.warpgroups),
-        inverse_smem=smem(stages, 1), scores_smem=smem(stages, 1),
-        vectors_smem=plgpu.SMEM((stages, len(VECTORS), CHUNK), jnp.float32),
-        **({} if plan.maps else dict(out_smem=smem(plan.warpgroups, slabs + 2))),
-        ready=plgpu.Barrier(num_arrivals=2 * slabs + plan.warpgroups + 3, num_barriers=stages),
+        scores_smem=smem(stages, 1), vectors_smem=plgpu.SMEM((stages, len(VECTORS), CHUNK), jnp.float32),
+        **(dict(inverse_smem=smem(stages, 1)) if delta else {}),
+        **({} if plan.maps else dict(out_smem=smem(plan.warpgroups, slabs + 1 + delta))),
+        ready=plgpu.Barrier(num_arrivals=2 * slabs + plan.warpgroups + 2 + delta, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=stages),
     )  # fmt: skip

@@ -168,20 +168,29 @@ def _one_piece(x, piece, place, carry):
     state = _between_blocks(x, piece, place, beta_sums)
     q, k = _operands(x, piece)
     sums = tiles.ld_sums(x.sums, piece)
-    dL = x.squares[1] if delta else None
+    pieces = x.plan.H // tiles.PIECE
+    across = [own.ld_global_tile(x.parts.across, x.tile + i * pieces + piece) for i in range(2 + delta)]
+
+    def squares():
+        return [own.ld_own(square) for square in x.squares] + [None] * (not delta)
 
     def one_level(i, state):
         bit = lax.shift_right_logical(i32(tiles.LEVELS[0]), _int(i))
-        return own.add_level(state, q, k, sums, own.ld_anchors(x.sums, piece, bit), x.squares[0], dL, bit)
+        return own.add_level(state, q, k, sums, own.ld_anchors(x.sums, piece, bit), *known, bit)
 
-    dq, dk, w, *rest = lax.fori_loop(0, len(tiles.LEVELS), one_level, state)
+    if (shift := tiles.shift(x.plan.options)) is None:
+        known = squares()
+        state = lax.fori_loop(0, len(tiles.LEVELS), one_level, state)
+    else:
+        block = lambda _, state: own.add_blocks(state, q, k, sums + jnp.float32(shift), *squares())  # noqa: E731
+        state = lax.fori_loop(i32(0), own.once(), block, state)
+    dq, dk, w, *rest = state
     dq, dk = dq + x.diagonal * k, dk + x.diagonal * q
-    dq, dk, w, to_end = _with_states(x, piece, q, k, sums, dq, dk, w)
-    suffix_sums = own.block_suffix_sums(w)
-    own.st_block_sums(x.sums, place, suffix_sums, to_end)
+    dq, dk, w, to_end = _with_states(x, piece, across, q, k, sums, dq, dk, w)
+    suffix_sums = own.sums_over_tokens(w, to_end, x.q_smem, x.k_smem, x.sums, piece, place)
     plgpu.commit_smem()
-    dg = suffix_sums + own.ld_block_sums(x.sums, place) + own.ld_along_rows(x.vector, piece)
-    memory.st_global(x.dg, (x.batch, x.chunk * CHUNK, x.head), dg, x.rows, piece * tiles.PIECE)
+    start = x.batch, x.chunk * CHUNK, x.head
+    own.st_global_sums(x.dg, start, suffix_sums, x.sums, x.vector, x.rows, piece, place)
     if x.plan.options.qk_l2norm:
         own.st_own(x.sums, piece, dq)
         own.st_halves(dk, x.q_smem, x.k_smem, piece)
@@ -222,19 +231,18 @@ def _between_blocks(x, piece, place, beta_sums):
     return dq, dk, w, own.add_to_sums(beta_sums, of_rows[1])
 
 
-def _with_states(x, piece, q, k, sums, dq, dk, w):
+def _with_states(x, piece, across, q, k, sums, dq, dk, w):
     """Adds the products with states; also k times what it gets from the leaving one."""
-    pieces = x.plan.H // tiles.PIECE
-    read = lambda i: own.ld_global_tile(x.parts.across, x.tile + i * pieces + piece)  # noqa: E731
+    to_q, to_end_k, *to_start_k = (a.astype(jnp.float32) for a in across)
     from_start = sums + tiles.ld_stored_sums(x.others, piece, after=False)
-    part = tiles.decayed(read(0), from_start)
+    part = tiles.decayed(to_q, from_start)
     dq, w = dq + part, w + q * part
     end = tiles.ld_sums(x.sums, piece, put=tiles.BLOCK - 1)
-    part = tiles.decayed(read(1), tiles.apart(sums, end) + tiles.ld_stored_sums(x.others, piece, after=True))
+    part = tiles.decayed(to_end_k, tiles.apart(sums, end) + tiles.ld_stored_sums(x.others, piece, after=True))
     to_end = k * part
     dk, w = dk + part, w - to_end
-    if x.plan.options.rule.delta:
-        part = tiles.decayed(read(2), from_start)
+    for to_k in to_start_k:
+        part = tiles.decayed(to_k, from_start)
         dk, w = dk + part, w + k * part
     return dq, dk, w, to_end
 

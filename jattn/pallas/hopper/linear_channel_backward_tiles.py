@@ -2,6 +2,8 @@
 equivalent in plain jnp for interpret mode.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -50,19 +52,21 @@ def st_global_tiles(ref, first, array: jax.Array) -> None:
 
 
 def ld_global_tile(ref, number) -> jax.Array:
-    """A tile that `st_global_tiles` stored, float32 `[64, 32]`."""
+    """A tile that `st_global_tiles` stored, bfloat16 `[64, 32]`."""
     if interpreting():
-        return ref[number].reshape(TILE_ROWS, PIECE).astype(jnp.float32)
+        return ref[number].reshape(TILE_ROWS, PIECE)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=ptx.array_type(PIECE))
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((TILE_ROWS, PIECE), ref.dtype, layout=WGMMA),
+    )
     def load(_, ref, number):
-        kind, pointer, values = llvm.StructType.get_literal([i32()] * 4), _place(ref, number), []
+        kind, pointer, words = llvm.StructType.get_literal([i32()] * 4), _place(ref, number), []
         for i in range(0, PIECE // 4, 4):
             text = f"ld.global.nc.v4.b32 {{$0, $1, $2, $3}}, [$4 + {512 * i}];"
             four = llvm.inline_asm(kind, [pointer], text, "=r,=r,=r,=r,l", has_side_effects=True)
-            for j in range(4):
-                values += unpacked(llvm.extractvalue(i32(), four, [j]))
-        return ptx.from_scalars(values)
+            words += [llvm.extractvalue(i32(), four, [j]) for j in range(4)]
+        return ptx.from_pairs(words, ir.MemRefType(ref.type).element_type)
 
     return load(ref, jnp.asarray(number, jnp.int32))
 
@@ -145,6 +149,25 @@ def ld_decay_above(ref, piece, block: int) -> jax.Array:
     return load(ref, jnp.asarray(piece, jnp.int32))
 
 
+def ld_own(ref) -> jax.Array:
+    """Of bfloat16 `ref [1, 64, 64]`, 0 above the diagonal, the blocks of 16 × 16 on the diagonal with their transposes
+    above it, for `add_level`; in interpret mode with what is outside of blocks too."""
+    if interpreting():
+        value = ref[0]
+        plgpu.commit_smem()
+        return jnp.tril(value) + jnp.tril(value, -1).T
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(ptx.TRANSFORMS),),
+        return_type=plgpu.ShapeDtypeStruct((TILE_ROWS, 8), jnp.int32, layout=WGMMA),
+    )
+    def load(_, ref):
+        a, b = (_ld_four(_own_address(ref), form) for form in ("", ".trans"))
+        return ptx.from_scalars([arith.ori(a[0], b[0]), a[1], b[1], arith.ori(a[3], b[3])], signed=True)
+
+    return load(ref)
+
+
 def add_level(state, q, k, sums, anchor, dA, dL, bit) -> tuple:
     """Adds what pairs of tokens of a block give that first differ in `bit` (see `linear_channel_tiles.LEVELS`).
 
@@ -156,17 +179,17 @@ def add_level(state, q, k, sums, anchor, dA, dL, bit) -> tuple:
     Args:
         state: gradients of q, k, w `[64, 32]` and, with dL, the rows' part of w for dL, of which sums along rows are
             wanted: `[64, 8]`.
-        dA, dL: bfloat16 `[1, 64, 64]` in shared memory, 0 above the diagonal; dL None without the delta rule.
+        dA, dL: by `ld_own`; dL None without the delta rule.
         bit: a traced int32: the loop over levels keeps ptxas from mixing them, for which there are no registers.
     """
     squares = [dA] if dL is None else [dA, dL]
     bit = jnp.asarray(bit, jnp.int32)
     if interpreting():
-        return _add_level(state, q, k, sums, anchor, [s[0] for s in squares], bit)
+        return _add_level(state, q, k, sums, anchor, squares, bit)
     count = len(state)
 
     @plgpu.inline_mgpu(
-        arg_types=(*[WGMMA] * (count + 4), SCALAR, *[plgpu.RefType(ptx.TRANSFORMS)] * len(squares)),
+        arg_types=(*[WGMMA] * (count + 4), SCALAR, *[WGMMA] * len(squares)),
         return_type=tuple(ptx.array_type(x.shape[1]) for x in state),
     )
     def add(_, *operands):
@@ -177,7 +200,7 @@ def add_level(state, q, k, sums, anchor, dA, dL, bit) -> tuple:
         halves = token, arith.addi(token, integer(8))
         is_row = [arith.cmpi(arith.CmpIPredicate.ne, arith.andi(x, bit), integer(0)) for x in halves]
         sign = [arith.select(x, ptx.constant(1), ptx.constant(-1)) for x in is_row]
-        A, *L = [_level(square, lane, bit) for square in operands[count + 5 :]]
+        A, *L = [_level(ptx.scalars(square), lane, bit) for square in operands[count + 5 :]]
         of_rows = [arith.select(is_row[i % 2], x, integer(0)) for i, x in enumerate(A)]
         of_columns = [arith.select(is_row[i % 2], integer(0), x) for i, x in enumerate(A)]
         to_beta = [zero, zero]
@@ -209,11 +232,10 @@ def add_level(state, q, k, sums, anchor, dA, dL, bit) -> tuple:
 def _add_level(state, q, k, sums, anchor, squares, bit):
     """`add_level` in interpret mode."""
     dq, dk, w, *own = state
-    plgpu.commit_smem()
     tokens = jnp.arange(TILE_ROWS, dtype=jnp.int32)
     is_row, apart = (tokens & bit != 0)[:, None], tokens[:, None] ^ tokens
     decay = jnp.exp2(-jnp.abs(sums - anchor))
-    left = [jnp.where((apart >= bit) & (apart < 2 * bit), x + x.T, 0) for x in squares]
+    left = [jnp.where((apart >= bit) & (apart < 2 * bit), x, 0) for x in squares]
     mixed, keys = ((x * decay).astype(squares[0].dtype) for x in (jnp.where(is_row, q, k), k))
     to_rows, to_keys = (
         jnp.dot(jnp.where(rows, left[0], 0), mixed, preferred_element_type=jnp.float32) for rows in (is_row, ~is_row)
@@ -225,6 +247,99 @@ def _add_level(state, q, k, sums, anchor, squares, bit):
         own = [add_to_sums(own[0], jnp.where(is_row, part, 0))]
     part = part + mixed.astype(jnp.float32) * to_rows
     return dq + decay * to_rows, dk + decay * to_keys, w + jnp.where(is_row, part, -part), *own
+
+
+def add_blocks(state, q, k, sums, dA, dL) -> tuple:
+    """As `add_level`, at once what all pairs of different tokens of a block give; `sums` are from an anchor in its
+    middle, see `linear_channel_tiles.shift`."""
+    squares = [dA] if dL is None else [dA, dL]
+    if interpreting():
+        return _add_blocks(state, q, k, sums, squares)
+    count = len(state)
+
+    @plgpu.inline_mgpu(
+        arg_types=[WGMMA] * (count + 3 + len(squares)), return_type=tuple(ptx.array_type(x.shape[1]) for x in state)
+    )
+    def add(_, *operands):
+        operands = list(map(ptx.scalars, operands))
+        (dq, dk, w, *own), (q, k, sums, *squares) = operands[:count], operands[count:]
+        zero, (lane, _) = ptx.constant(0), _lane_and_warp()
+        (A_rows, A_columns), *L = [_triangles(words, lane) for words in squares]
+        to_beta = [zero, zero]
+        for i in range(0, len(dq), 4):  # 8 channels
+            after, up_to = ([ptx.ex2(ptx.mul(x, ptx.constant(s))) for x in sums[i : i + 4]] for s in (1, -1))
+            mine = [(x[i : i + 4], decay) for x, decay in ((k, up_to), (q, after), (k, after))]
+            words = [[_packed(*pair) for pair in _pairs(map(ptx.mul, *both))] for both in mine]
+            keys, *rows = (sum(map(unpacked, pair), []) for pair in words)
+            right_keys, *right_rows = [list(map(_transposed, pair)) for pair in words]
+            to_rows = [_mma([zero] * 4, left, right_keys) for left in (A_rows, *(rows_ for rows_, _ in L))]
+            to_keys = [zero] * 4
+            for left, right in zip((A_columns, *(columns for _, columns in L)), right_rows, strict=False):
+                to_keys = _mma(to_keys, left, right)
+            for j in range(4):
+                dq[i + j] = ptx.fma(after[j], to_rows[0][j], dq[i + j])
+                dk[i + j] = ptx.fma(up_to[j], to_keys[j], dk[i + j])
+                part = ptx.mul(rows[0][j], to_rows[0][j])
+                for to_k in to_rows[1:]:
+                    dk[i + j] = ptx.fma(after[j], to_k[j], dk[i + j])
+                    beta = ptx.mul(rows[1][j], to_k[j])
+                    to_beta[j // 2], part = ptx.add(to_beta[j // 2], beta), ptx.add(part, beta)
+                w[i + j] = ptx.add(w[i + j], ptx.sub(part, ptx.mul(keys[j], to_keys[j])))
+        for total in own:
+            for half, x in enumerate(to_beta):
+                total[2 * half] = ptx.add(total[2 * half], x)
+        return tuple(map(ptx.from_scalars, (dq, dk, w, *own)))
+
+    return add(*state, q, k, sums, *squares)
+
+
+def once() -> jax.Array:
+    """1, which the compiler does not know: what a loop takes so often is not mixed with what is around it, for which
+    there would be no registers."""
+    if interpreting():
+        return jnp.int32(1)
+
+    @plgpu.inline_mgpu(return_type=ptx.scalar_type())
+    def one(_):
+        return ptx.scalar_array(arith.addi(arith.shrui(ptx.thread_index(), integer(16)), integer(1)))
+
+    return one()
+
+
+def _add_blocks(state, q, k, sums, squares):
+    """`add_blocks` in interpret mode."""
+    dq, dk, w, *own = state
+    tokens = jnp.arange(TILE_ROWS, dtype=jnp.int32)
+    same = tokens[:, None] // BLOCK == tokens // BLOCK
+    after, up_to = jnp.exp2(sums), jnp.exp2(-sums)
+    keys, *rows = ((x * decay).astype(squares[0].dtype) for x, decay in ((k, up_to), (q, after), (k, after)))
+    wide, dot = jnp.float32, functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+    for i, x in enumerate(squares):
+        below = jnp.where(same & (tokens[:, None] > tokens), x, 0)
+        to_rows, to_keys = dot(below, keys), dot(below.T, rows[i])
+        part = rows[i].astype(wide) * to_rows
+        dk, w = dk + up_to * to_keys, w + part - keys.astype(wide) * to_keys
+        if i == 0:
+            dq = dq + after * to_rows
+        else:
+            dk, own = dk + after * to_rows, [add_to_sums(own[0], part)]
+    return dq, dk, w, *own
+
+
+def _triangles(words, lane) -> tuple:
+    """Of what `ld_own` read: the left operand of what is below the diagonal, and that of what is above it."""
+    row, column = arith.divui(lane, integer(4)), arith.muli(arith.remui(lane, integer(4)), integer(2))
+    zero, second = integer(0), arith.addi(column, integer(1))
+    operands = []
+    for below in (arith.CmpIPredicate.ult, arith.CmpIPredicate.ugt):
+        masks = [
+            arith.select(arith.cmpi(below, x, row), integer(half), zero)
+            for x, half in ((column, 0xFFFF), (second, 0xFFFF0000))
+        ]
+        mask = arith.ori(*masks)
+        operands.append([arith.andi(words[0], mask), zero, zero, arith.andi(words[3], mask)])
+    operands[0][1], operands[1][2] = words[1], words[2]
+    return tuple(operands)
 
 
 def ld_anchors(ref, piece, bit) -> jax.Array:
@@ -250,9 +365,8 @@ def ld_anchors(ref, piece, bit) -> jax.Array:
     return load(ref, jnp.asarray(piece, jnp.int32), bit)
 
 
-def _level(square, lane, bit) -> list:
+def _level(words, lane, bit) -> list:
     """The left operand: of the warp's block of 16 × 16, with its transpose, who differs first in this bit."""
-    a, b = (_ld_four(_own_address(square), form) for form in ("", ".trans"))
     row, column = arith.divui(lane, integer(4)), arith.muli(arith.remui(lane, integer(4)), integer(2))
     equal = lambda x, y: arith.cmpi(arith.CmpIPredicate.eq, x, y)  # noqa: E731
     apart = arith.andi(arith.xori(row, column), integer(6))
@@ -262,7 +376,6 @@ def _level(square, lane, bit) -> list:
     mask = arith.select(equal(first, bit), integer(0xFFFFFFFF), integer(0))
     mask = arith.select(equal(arith.addi(apart, bit), integer(1)), half, mask)
     corner = arith.select(equal(bit, integer(8)), integer(0xFFFFFFFF), integer(0))
-    words = arith.ori(a[0], b[0]), a[1], b[1], arith.ori(a[3], b[3])
     return list(map(arith.andi, words, (mask, corner, corner, mask)))
 
 
@@ -300,102 +413,108 @@ def diagonal(ref) -> jax.Array:
 # --- sums over tokens -------------------------------------------------------------------------------------------------
 
 
-def block_suffix_sums(x) -> jax.Array:
-    """Σ_{i ≥ s} x_i over tokens i of the block of 16 of each token s, of float32 `[64, 32]`."""
+def sums_over_tokens(w, x, upper, lower, sums, piece, buffer) -> jax.Array:
+    """Σ_{i ≥ s} w_i over tokens i of the block of 16 of each token s, of float32 `[64, 32]`, in a layout that only
+    `st_global_sums` knows: a thread has one channel of the tokens of a block.
+
+    Of each block, Σ (w + x) and Σ x are left in the last 8 columns of float32 `sums [64, H + 8]`, where nothing else
+    is; a buffer, 0 or 1, is 32 rows of these. What is turned passes through these channels of `upper` and `lower`,
+    bfloat16 `[slabs, 64, 64]`, which nobody reads any more.
+    """
     if interpreting():
-        blocks = x.reshape(-1, BLOCK, x.shape[1])
-        return jnp.flip(jnp.cumsum(jnp.flip(blocks, 1), axis=1), 1).reshape(x.shape)
+        blocks, total = w.reshape(-1, BLOCK, PIECE), jnp.sum(x.reshape(-1, BLOCK, PIECE), axis=1)
+        both = jnp.stack([total + jnp.sum(blocks, axis=1), total])
+        sums[pl.ds(buffer * 32, 32), pl.ds(sums.shape[1] - 8, 8)] = both.reshape(32, 8)
+        return jnp.flip(jnp.cumsum(jnp.flip(blocks, 1), axis=1), 1).reshape(w.shape)
+    slab, column = _slab_and_column(piece)
 
-    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=ptx.array_type(x.shape[1]))
-    def add_up(_, x):
-        lane, _ = _lane_and_warp()
-        values = ptx.scalars(x)
-        for step in (4, 8, 16):  # 1, 2 and 4 tokens
-            has = arith.cmpi(arith.CmpIPredicate.ult, lane, integer(32 - step))
-            for i, v in enumerate(values):
-                below = linear_tiles._shfl("down", v, integer(step), 31)
-                values[i] = ptx.add(v, arith.select(has, below, ptx.constant(0)))
-        first = arith.remui(lane, integer(4))
-        for i, v in enumerate(values):
-            if not ptx.row_of(i):
-                values[i] = ptx.add(v, linear_tiles._shfl("idx", values[i + 2], first, 31))
-        return ptx.from_scalars(values)
+    @plgpu.inline_mgpu(
+        arg_types=(
+            WGMMA, WGMMA, plgpu.RefType(ptx.TRANSFORMS), plgpu.RefType(ptx.TRANSFORMS), plgpu.RefType(), SCALAR, SCALAR,
+        ),
+        return_type=ptx.array_type(PIECE),
+    )  # fmt: skip
+    def add_up(_, w, x, upper, lower, sums, column, buffer):
+        (lane, warp), (row, first) = _lane_and_warp(), ptx.lane_position()
+        chunk = arith.divui(column.registers[()], integer(8))
+        halves = [llvm.ptrtoint(i32(), utils.memref_ptr(ref)) for ref in (upper, lower)]
+        in_group = arith.remui(row, integer(8))
+        inside = _offset(_offset(integer(0), row, 128), arith.remui(first, integer(4)), 4)
+        stores = []
+        for n in range(2):  # 8 channels of 16
+            place = arith.addi(chunk, arith.addi(arith.divui(first, integer(4)), integer(2 * n)))
+            stores.append(_offset(inside, arith.xori(place, in_group), 16))
+        stores = [arith.addi(start, place) for start in halves for place in stores]
+        start = arith.select(arith.cmpi(arith.CmpIPredicate.ult, lane, integer(16)), *halves)
+        start = _offset(_offset(start, warp, 128 * BLOCK), arith.remui(lane, integer(4)), 4)
+        mine = arith.addi(chunk, arith.divui(arith.remui(lane, integer(16)), integer(4)))
+        loads = [_offset(start, arith.xori(mine, integer(r)), 16) for r in range(8)]
+        suffix_sums, total = [_turned(a, stores, loads) for a in map(ptx.scalars, (w, x))]
+        for values in (suffix_sums, total):
+            for r in range(BLOCK - 1, 0, -1):
+                values[r - 1] = ptx.add(values[r - 1], values[r])
+        place, row_bytes = _of_block_sums(sums, buffer, warp)
+        _st_shared(place, 0, [ptx.add(suffix_sums[0], total[0])])
+        _st_shared(place, 16 * row_bytes, [total[0]])
+        return ptx.from_scalars(suffix_sums)
 
-    return add_up(x)
-
-
-def st_block_sums(sums, buffer, suffix_sums, x) -> None:
-    """Stores for each block of 16 tokens: Σ of x `[64, 32]` plus the first row of the block's suffix sums; and Σ of x.
-    They lie in the last 8 columns of float32 `sums [64, H + 8]`, of which nothing else is made: a buffer, 0 or 1, is 32
-    rows, and 4 of them have a block's."""
-    if interpreting():
-        total = jnp.sum(x.reshape(-1, BLOCK, PIECE), axis=1)
-        both = jnp.stack([total + suffix_sums[::BLOCK], total]).reshape(32, 8)
-        sums[pl.ds(buffer * 32, 32), pl.ds(sums.shape[1] - 8, 8)] = both
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, WGMMA, WGMMA))
-    def store(_, sums, buffer, suffix_sums, x):
-        lane, warp = _lane_and_warp()
-        suffix, values = ptx.scalars(suffix_sums), ptx.scalars(x)
-        place, row = _of_block_sums(sums, buffer.registers[()], warp)
-        is_first = arith.extui(i32(), arith.cmpi(arith.CmpIPredicate.ult, lane, integer(4)))
-        for n in range(0, len(values), 4):
-            totals = [ptx.add(values[n + i], values[n + i + 2]) for i in range(2)]
-            for mask in (4, 8, 16):
-                totals = [ptx.add(v, ptx.shfl_bfly(v, mask)) for v in totals]
-            both = [ptx.add(v, suffix[n + i]) for i, v in enumerate(totals)]
-            for i, pair in enumerate((both, totals)):
-                text = "{ .reg .pred p; setp.ne.b32 p, $1, 0;"
-                text += f" @p st.shared.v2.f32 [$0 + {row * (16 * i + n // 4)}], {{$2, $3}}; }}"
-                llvm.inline_asm(ir.Type.parse(_VOID), [place, is_first, *pair], text, "r,r,f,f", has_side_effects=True)
-
-    store(sums, jnp.asarray(buffer, jnp.int32), suffix_sums, x)
+    part = lambda ref: ref.at[pl.ds(slab, 1)]  # noqa: E731
+    return add_up(w, x, part(upper), part(lower), sums, column, jnp.asarray(buffer, jnp.int32))
 
 
-def ld_block_sums(sums, buffer) -> jax.Array:
-    """`[64, 32]` from what `st_block_sums` stored: the first sums of later blocks, and the second of others."""
-    if interpreting():
-        later, rest = sums[pl.ds(buffer * 32, 32), pl.ds(sums.shape[1] - 8, 8)].reshape(2, 4, PIECE)
-        mine, others = jnp.arange(TILE_ROWS, dtype=jnp.int32)[:, None] // BLOCK, jnp.arange(4, dtype=jnp.int32)
-        return jnp.sum(jnp.where((others > mine)[:, :, None], later, rest), axis=1)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=ptx.array_type(PIECE))
-    def load(_, sums, buffer):
-        _, warp = _lane_and_warp()
-        start, row = _of_block_sums(sums, buffer.registers[()], integer(0))
-        columns = [ptx.constant(0)] * (PIECE // 4)
-        for block in range(4):
-            later = arith.cmpi(arith.CmpIPredicate.ult, warp, integer(block))
-            place = arith.addi(start, arith.select(later, integer(0), integer(16 * row)))
-            found = sum((_ld_shared(place, row * (4 * block + n), 2) for n in range(PIECE // 8)), [])
-            columns = [ptx.add(a, b) for a, b in zip(columns, found, strict=True)]
-        return _same_rows(columns)
-
-    return load(sums, jnp.asarray(buffer, jnp.int32))
+def _turned(values: list, stores: list, loads: list) -> list:
+    """This thread's channel, of the tokens of the warp's block."""
+    utils.warp_barrier()
+    for i in range(0, len(values), 2):
+        _st_shared(stores[i // 4], 8 * 128 * ptx.row_of(i), values[i : i + 2])
+    utils.warp_barrier()
+    return [_ld_one(loads[r % 8], 8 * 128 * (r // 8) + 128 * (r % 8)) for r in range(BLOCK)]
 
 
 def _of_block_sums(sums, buffer, block):
-    """Where this thread's channels lie, and the bytes of a row."""
-    width = ir.MemRefType(sums.type).shape[1]
-    row = arith.addi(arith.muli(buffer, integer(32)), arith.muli(block, integer(4)))
+    """Where this thread's channel of a block's sums lies, and the bytes of a row."""
+    width, (lane, _) = ir.MemRefType(sums.type).shape[1], _lane_and_warp()
+    row = arith.addi(arith.muli(buffer.registers[()], integer(32)), arith.muli(block, integer(4)))
+    row = arith.addi(row, arith.divui(lane, integer(8)))
     place = _offset(llvm.ptrtoint(i32(), utils.memref_ptr(sums)), row, 4 * width)
-    return _offset(arith.addi(place, integer(4 * (width - 8))), ptx.lane_position()[1], 4), 4 * width
+    return _offset(arith.addi(place, integer(4 * (width - 8))), arith.remui(lane, integer(8)), 4), 4 * width
 
 
-def ld_along_rows(ref, piece) -> jax.Array:
-    """Channels `[32 · piece, + 32)` of float32 `ref [n]` in shared memory, alike in all rows of `[64, 32]`."""
+def st_global_sums(ref, start, suffix_sums, sums, vector, rows, piece, buffer) -> None:
+    """Stores, to channels of a piece of float32 `ref [B, T, N, H]`, what `sums_over_tokens` returned plus what it left:
+    the first sums of later blocks, and the second of others; plus float32 `vector [≥ H]`. Of the first `rows` rows;
+    `start` is (batch, row, head)."""
     if interpreting():
-        value = jnp.broadcast_to(ref[pl.ds(piece * PIECE, PIECE)], (TILE_ROWS, PIECE))
-        plgpu.commit_smem()
-        return value
+        later, rest = sums[pl.ds(buffer * 32, 32), pl.ds(sums.shape[1] - 8, 8)].reshape(2, 4, PIECE)
+        mine, others = jnp.arange(TILE_ROWS, dtype=jnp.int32)[:, None] // BLOCK, jnp.arange(4, dtype=jnp.int32)
+        added = jnp.sum(jnp.where((others > mine)[:, :, None], later, rest), axis=1)
+        value = suffix_sums + added + vector[pl.ds(piece * PIECE, PIECE)]
+        return memory.st_global(ref, start, value, rows, piece * PIECE)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=ptx.array_type(PIECE))
-    def load(_, ref, piece):
-        start = _first_channel(ref, piece)
-        return _same_rows(sum((_ld_shared(start, 32 * n, 2) for n in range(PIECE // 8)), []))
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *[SCALAR] * 3, WGMMA, plgpu.RefType(), plgpu.RefType(), *[SCALAR] * 3)
+    )
+    def store(_, ref, batch, row, head, suffix_sums, sums, vector, rows, piece, buffer):
+        kind, (lane, warp) = ir.MemRefType(ref.type), _lane_and_warp()
+        channel = arith.addi(arith.muli(piece.registers[()], integer(PIECE)), lane)
+        added = _ld_one(_offset(llvm.ptrtoint(i32(), utils.memref_ptr(vector)), channel, 4), 0)
+        place, row_bytes = _of_block_sums(sums, buffer, integer(0))
+        for block in range(4):
+            later = arith.cmpi(arith.CmpIPredicate.ult, warp, integer(block))
+            which = arith.select(later, integer(0), integer(16 * row_bytes))
+            added = ptx.add(added, _ld_one(arith.addi(place, which), 4 * block * row_bytes))
+        first = arith.muli(warp, integer(BLOCK))
+        at = memory._flat(
+            kind, (batch.registers[()], arith.addi(row.registers[()], first), head.registers[()], channel)
+        )
+        pointer = memory._element_pointer(utils.memref_ptr(ref), kind.element_type, at)
+        left = arith.subi(rows.registers[()], first)
+        for r, x in enumerate(ptx.scalars(suffix_sums)):
+            exists = arith.cmpi(arith.CmpIPredicate.sgt, left, integer(r))
+            memory._store_if(exists, pointer, 4 * r * kind.shape[2] * kind.shape[3], [ptx.add(x, added)])
 
-    return load(ref, jnp.asarray(piece, jnp.int32))
+    numbers = [jnp.asarray(x, jnp.int32) for x in (*start, rows, piece, buffer)]
+    store(ref, *numbers[:3], suffix_sums, sums, vector, *numbers[3:])
 
 
 def decay_by_chunk(sums, ref, H: int) -> None:

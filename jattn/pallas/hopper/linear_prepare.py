@@ -53,7 +53,7 @@ def _kernel(
     plan: Plan,
     inputs,  # name -> array, those of `Inputs` that there are
     # outputs (HBM)
-    inverse,  # M, [B, n, N, 64, 64]; None for a backward, which has it
+    inverse,  # M, [B, n, N, 64, 64]; None without the delta rule, and for a backward, which has it
     scores,  # A, [B, n, N, 64, 64]
     vectors,  # float32 [B, n, N, 5, 64]; for a backward 8
     *,
@@ -165,7 +165,7 @@ def _gates(x, batch, chunk, head):
     rows = x.plan.T - first
     read = lambda array: linear_tiles.ld_global_tokens(array, batch, first, head, rows)  # noqa: E731
     exists = ptx.row_numbers() < rows
-    beta = jnp.where(exists, gates.activated(options, read(x.beta)), 0.0)
+    beta = jnp.where(exists, gates.activated(options, read(x.beta)), 0.0) if options.rule.delta else _same(jnp.float32(0))
     if x.g is None:
         return _same(jnp.float32(0)), beta
     A_log, bias = (None if a is None else a[head] for a in (x.A_log, x.dt_bias))
@@ -197,11 +197,11 @@ def _write_vectors(smem, beta, sums, total, query_factor, q_norm, k_norm):
 
 
 def launch(plan: Plan, inputs, *, multiprocessors: int, interpret=False) -> Prepared:
-    """Runs the kernel on `Inputs`."""
+    """Runs the kernel on `Inputs`. Without the delta rule there is no inverse."""
     shapes = prepared_shapes(plan)
-    return Prepared(
-        *_launched(plan, inputs, (shapes.inverse, shapes.scores, shapes.vectors), multiprocessors, interpret)
-    )
+    outputs = (shapes.inverse, shapes.scores, shapes.vectors)[not plan.options.rule.delta :]
+    found = _launched(plan, inputs, outputs, multiprocessors, interpret)
+    return Prepared(*((None,) * (3 - len(found))), *found)
 
 
 def launch_backward(plan: Plan, inputs, inverse, *, multiprocessors: int, interpret=False) -> Prepared:
