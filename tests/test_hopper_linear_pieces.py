@@ -20,19 +20,20 @@ from jattn.pallas import linear_chunk as mosaic
 from jattn.pallas.hopper import linear_combine
 from jattn.pallas.hopper.linear_plan import Plan
 
-GATED, KDA, GLA = "gated_delta_rule", "kda", "gla"
+GATED, SIMPLE, KDA, GLA = "gated_delta_rule", "simple_gla", "kda", "gla"
+DELTA = GATED, KDA
 BF16 = ml_dtypes.bfloat16
 
 
 def make(op, T=300, H=64, D=64, **options):
-    options = dict(B=1, K=1, N=1, dtype=BF16, qk_l2norm=op != GLA) | options
+    options = dict(B=1, K=1, N=1, dtype=BF16, qk_l2norm=op in DELTA) | options
     return problem(op, T=T, H=H, D=D, **options)
 
 
 def described(op, p, piece, layout="kv"):
     """A call whose sequences are cut into pieces of so many chunks."""
     p, how = by_head.turned(p, layout), dict(state_layout=layout)
-    call = by_head.described(op, p, **how) if op == GATED else by_channel.described(p, **how)
+    call = by_channel.described(p, **how) if op in (KDA, GLA) else by_head.described(op, p, **how)
     return dataclasses.replace(call, options=dataclasses.replace(call.options, config=mosaic.ChunkConfig(piece)))
 
 
@@ -47,7 +48,8 @@ CASES = {
     "by channel, gates at -5": (KDA, make(KDA, gates="bound"), 2, "kv"),
     "by channel, forgetting": (KDA, make(KDA, gates="forgetting"), 2, "kv"),
     "by channel, no state, groups": (KDA, make(KDA, T=192, N=2, state=False), 1, "kv"),
-    "without the delta rule": (GLA, make(GLA), 2, "kv"),
+    "by head, without the delta rule": (SIMPLE, make(SIMPLE), 2, "kv"),
+    "by channel, without the delta rule": (GLA, make(GLA), 2, "kv"),
 }
 
 
@@ -76,7 +78,7 @@ def test_is_the_recurrence(name, capfd):
     by_head.hold(p, *results(described(op, p, piece, layout), capfd))
 
 
-GRADIENTS = "by head, mixed gates", "by channel, mixed gates", "by channel, forgetting", "without the delta rule"
+GRADIENTS = [name for name in CASES if "mixed" in name or "delta" in name or name == "by channel, forgetting"]
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
@@ -158,7 +160,8 @@ COMPILED = {
     "narrow, vk": (GATED, dict(B=1, T=1100, K=2, N=2, H=64, D=64, state=True, layout="vk"), 4),
     "by channel": (KDA, dict(B=1, T=3000, K=16, N=16, qk_l2norm=True), 16),
     "by channel, wide, vk": (KDA, dict(B=1, T=1100, K=16, D=256, layout="vk", qk_l2norm=True), 8),
-    "without the delta rule": (GLA, dict(B=1, T=1100, K=2, N=2), 4),
+    "by head, without the delta rule": (SIMPLE, dict(B=1, T=1100, K=2, N=2), 4),
+    "by channel, without the delta rule": (GLA, dict(B=1, T=1100, K=2, N=2), 4),
 }
 
 
@@ -166,7 +169,7 @@ COMPILED = {
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_for_an_h200(name):
     op, shape, piece = COMPILED[name]
-    call = (by_head if op == GATED else by_channel).empty_call(op, **shape)
+    call = (by_channel if op in (KDA, GLA) else by_head).empty_call(op, **shape)
     options = dataclasses.replace(call.options, config=mosaic.ChunkConfig(piece))
     leaves, structure = jax.tree.flatten(call.arrays)
 

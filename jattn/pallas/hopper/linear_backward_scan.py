@@ -177,7 +177,8 @@ def _write_columns(x, chunk, *columns):
     arrays = (x.dvalue, x.dz)[: len(columns)]
     for i, array in enumerate(arrays):
         rows = array.at[x.batch, pl.ds(chunk * CHUNK, CHUNK), x.head]
-        plgpu.copy_smem_to_gmem(smem.at[slabs + i], rows.at[:, pl.ds(x.column, COLUMNS)], commit_group=array is arrays[-1])
+        rows = rows.at[:, pl.ds(x.column, COLUMNS)]
+        plgpu.copy_smem_to_gmem(smem.at[slabs + i], rows, commit_group=array is arrays[-1])
 
 
 # --- host -------------------------------------------------------------------------------------------------------------
