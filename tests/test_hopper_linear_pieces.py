@@ -4,134 +4,123 @@ import dataclasses
 import functools
 
 import aot
+import baseline_linear
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import oracle_linear
 import pytest
 import test_hopper_linear_channels as by_channel
 import test_hopper_linear_chunk as by_head
-from linear_cases import problem, quickly
+from linear_cases import call, cotangents, hold, problem, quickly
 
 from jattn import _dispatch
 from jattn.pallas import linear_chunk as mosaic
-from jattn.pallas import linear_pieces
 from jattn.pallas.hopper import linear_combine
 from jattn.pallas.hopper.linear_plan import Plan
 
-GATED, KDA, GLA = "gated_delta_rule", "kda", "gla"
+GATED, SIMPLE, KDA, GLA = "gated_delta_rule", "simple_gla", "kda", "gla"
+DELTA = GATED, KDA
 BF16 = ml_dtypes.bfloat16
-_FILES = {GATED: by_head, KDA: by_channel, GLA: by_channel}
 
 
 def make(op, T=300, H=64, D=64, **options):
-    options = dict(B=1, K=1, N=1, dtype=BF16, qk_l2norm=op != GLA) | options
+    options = dict(B=1, K=1, N=1, dtype=BF16, qk_l2norm=op in DELTA) | options
     return problem(op, T=T, H=H, D=D, **options)
 
 
 def described(op, p, piece, layout="kv"):
     """A call whose sequences are cut into pieces of so many chunks."""
-    p = by_head.turned(p, layout)
-    call = by_head.described(op, p, state_layout=layout) if op == GATED else by_channel.described(p, state_layout=layout)
+    p, how = by_head.turned(p, layout), dict(state_layout=layout)
+    call = by_channel.described(p, **how) if op in (KDA, GLA) else by_head.described(op, p, **how)
     return dataclasses.replace(call, options=dataclasses.replace(call.options, config=mosaic.ChunkConfig(piece)))
 
 
-def results(call, **how):
-    """(out, state), emulated; the state as [.., H, D]."""
-    found = emulation(call.options, **how)(call.arrays)[0]
-    return _turned_back(call, found)
-
-
-def _turned_back(call, found):
-    out, state, checkpoints = found
-    assert checkpoints is None and out.dtype == BF16 and state.dtype == np.float32
-    return out, jnp.swapaxes(state, -1, -2) if call.options.state_layout == "vk" else state
-
-
-@functools.cache
-def emulation(options, rest=False, **how):
-    return quickly(lambda x: mosaic.forward(x, None, options, rest=rest, interpret=True, **how))
-
-
-def equal(one, other):
-    for x, y in zip(one, other, strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-
-
 CASES = {
-    "by head, mixed gates": (GATED, make(GATED), 2, {}),
-    "by head, gates near 0": (GATED, make(GATED, gates="slow"), 2, {}),
-    "by head, gates at -5": (GATED, make(GATED, gates="bound"), 2, {}),
-    "by head, forgetting": (GATED, make(GATED, gates="forgetting"), 2, {}),
-    "by head, vk": (GATED, make(GATED, T=140, H=128, D=64), 1, dict(layout="vk")),
-    "by head, no state, groups": (GATED, make(GATED, T=192, N=2, state=False), 1, {}),
-    "by channel, mixed gates": (KDA, make(KDA), 2, {}),
-    "by channel, gates near 0": (KDA, make(KDA, gates="slow"), 2, {}),
-    "by channel, gates at -5": (KDA, make(KDA, gates="bound"), 2, {}),
-    "by channel, forgetting": (KDA, make(KDA, gates="forgetting"), 2, {}),
-    "by channel, vk": (KDA, make(KDA, T=140, H=128, D=64), 1, dict(layout="vk")),
-    "without the delta rule": (GLA, make(GLA), 2, {}),
+    "by head, mixed gates": (GATED, make(GATED), 2, "kv"),
+    "by head, gates near 0": (GATED, make(GATED, gates="slow"), 2, "kv"),
+    "by head, gates at -5": (GATED, make(GATED, gates="bound"), 2, "kv"),
+    "by head, forgetting": (GATED, make(GATED, gates="forgetting"), 2, "kv"),
+    "by head, vk": (GATED, make(GATED, T=140, H=128), 1, "vk"),
+    "by channel, mixed gates": (KDA, make(KDA), 2, "kv"),
+    "by channel, gates near 0": (KDA, make(KDA, gates="slow"), 2, "kv"),
+    "by channel, gates at -5": (KDA, make(KDA, gates="bound"), 2, "kv"),
+    "by channel, forgetting": (KDA, make(KDA, gates="forgetting"), 2, "kv"),
+    "by channel, no state, groups": (KDA, make(KDA, T=192, N=2, state=False), 1, "kv"),
+    "by head, without the delta rule": (SIMPLE, make(SIMPLE), 2, "kv"),
+    "by channel, without the delta rule": (GLA, make(GLA), 2, "kv"),
 }
 
 
 # Emulated
 
 
+def results(call, capfd, **how):
+    """(out, state as [.., H, D])."""
+    out, state, checkpoints = emulation(call.options, **how)[0](call.arrays)[0]
+    assert checkpoints is None and "RACE" not in capfd.readouterr().out
+    return out, jnp.swapaxes(state, -1, -2) if call.options.state_layout == "vk" else state
+
+
+@functools.cache
+def emulation(options, rest=False, **how):
+    """Forward and backward."""
+    how |= dict(interpret=True)
+    forward = lambda x: mosaic.forward(x, None, options, rest=rest, **how)  # noqa: E731
+    backward = lambda x, rest, *cotangents: mosaic.backward(x, None, options, rest, (*cotangents, None), **how)  # noqa: E731
+    return quickly(forward), quickly(backward)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_is_the_recurrence(name, capfd):
-    op, p, piece, options = CASES[name]
-    found = results(described(op, p, piece, **options))
+    op, p, piece, layout = CASES[name]
+    by_head.hold(p, *results(described(op, p, piece, layout), capfd))
+
+
+GRADIENTS = [name for name in CASES if "mixed" in name or "delta" in name or name == "by channel, forgetting"]
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_is_the_gradient_of_the_recurrence(name, capfd):
+    op, p, piece, layout = CASES[name]
+    call = described(op, p, piece, layout)
+    forward, backward = emulation(call.options, rest=True)
+    _, rest = jax.block_until_ready(forward(call.arrays))  # two emulations at once may wait for each other
+    found = backward(call.arrays, rest, *map(jnp.asarray, cotangents(p)))
     assert "RACE" not in capfd.readouterr().out
-    by_head.hold(p, *found)
+    hold_gradients(p, {name: np.asarray(getattr(found, name)) for name in p.arrays()})
 
 
-@pytest.mark.parametrize("op", [GATED, KDA])
-def test_a_prefix_is_bit_equal(op, capfd):
+def hold_gradients(p, found):
+    truth, yards = oracle_linear.backward(p, *cotangents(p)), list(baseline_linear.gradients(p, *cotangents(p)))
+    hold("d", found, truth, yards, p.query.dtype)
+
+
+def test_a_prefix_is_bit_equal(capfd):
     """Neither later tokens nor later pieces change an output, nor does a neighbour of NaN."""
-    p = make(op, B=2)
+    p = make(KDA, B=2)
     for x in p.arrays().values():
         x[1] = np.nan
-    whole, _ = results(described(op, p, 1))
+    whole, _ = results(described(KDA, p, 1), capfd)
     first = dataclasses.replace(p, **{name: x[:1] for name, x in p.arrays().items()})
-    part, _ = results(described(op, first.tokens(0, 170), 1))
+    part, _ = results(described(KDA, first.tokens(0, 170), 1), capfd)
     np.testing.assert_array_equal(np.asarray(whole)[:1, :170], np.asarray(part))
-    assert "RACE" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("op", [GATED, KDA])
-def test_two_warpgroups_a_block_are_bit_equal_to_one(op, capfd):
-    """Of the maps, one of the two has columns of the unit matrix."""
-    call = described(op, make(op, T=140, D=128), 1)
-    equal(results(call), results(call, multiprocessors=1))
-    assert "RACE" not in capfd.readouterr().out
-
-
-def test_one_piece_is_the_sequence_uncut():
-    p = make(GATED, T=100)
-    equal(results(described(GATED, p, 2)), results(described(GATED, p, None)))
-
-
-def test_what_a_backward_reads():
-    """The states that enter chunks are there as without pieces, and saving them changes no result."""
-    p = make(GATED)
-    call = described(GATED, p, 2)
-    found, saved = emulation(call.options, rest=True)(call.arrays)
-    equal(_turned_back(call, found), results(call))
-    _, uncut = emulation(described(GATED, p, None).options, rest=True)(call.arrays)
-    equal(saved.states[:, :2], uncut.states[:, :2])  # of the first piece
-    assert saved.states.shape == uncut.states.shape and bool(jnp.array_equal(saved.inverse, uncut.inverse))
-    apart = jnp.max(abs(saved.states.astype(float) - uncut.states.astype(float)))
-    assert apart < 2e-2 * jnp.max(abs(uncut.states.astype(float)))
+def test_two_warpgroups_a_block_are_bit_equal_to_one(capfd):
+    """Of the maps, one block has 64 columns of values and 64 of the unit matrix."""
+    call = described(GATED, make(GATED, T=140), 1)
+    for x, y in zip(results(call, capfd), results(call, capfd, multiprocessors=1), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("H", [64, 128])
-def test_maps_in_turn(H, reverse, capfd):
-    """In float32: far more exact than the maps themselves."""
-    rng, pieces, N, D = np.random.default_rng(0), 4, 2, 64
-    plan = Plan(
-        B=1, T=64 * pieces, N=N, K=N, H=H, D=D, options=described(GATED, make(GATED), 1).options, warpgroups=1, piece=1
-    )
+def test_maps_in_turn(reverse, capfd):
+    """To 2⁻¹⁶ a map: far more exact than the maps themselves."""
+    rng, pieces, N, H, D = np.random.default_rng(0), 4, 2, 128, 64
+    options = described(GATED, make(GATED), 1).options
+    plan = Plan(B=1, T=64 * pieces, N=N, K=N, H=H, D=D, options=options, warpgroups=1, piece=1)
     maps = rng.standard_normal((pieces - 1, N, D + H, H)).astype(np.float32)
     maps[..., D:, :] /= np.sqrt(H)
     state = rng.standard_normal((1, N, H, D)).astype(np.float32)
@@ -140,6 +129,91 @@ def test_maps_in_turn(H, reverse, capfd):
     want = [state[0].astype(np.float64)]
     for one in maps[::-1] if reverse else maps:
         own, matrix = (np.swapaxes(x.astype(np.float64), -1, -2) for x in (one[:, :D], one[:, D:]))
-        want.append((np.swapaxes(matrix, -1, -2) if reverse else matrix) @ want[-1] + own)
+        want.append(matrix @ want[-1] + own)
     want = np.stack(want[::-1] if reverse else want)
-    assert np.max(abs(found - want)) < 2e-5 * np.max(abs(want)) and "RACE" not in capfd.readouterr().out
+    assert np.max(abs(found - want)) < pieces * 2**-16 * np.max(abs(want)) and "RACE" not in capfd.readouterr().out
+
+
+# Dispatch
+
+
+def test_sequences_are_cut_where_heads_are_few():
+    piece = lambda **shape: mosaic.choose(described(GATED, make(GATED, **shape), None).problem, None).piece  # noqa: E731
+    assert piece(N=4, K=4, D=128) == piece(N=4, K=4, D=128, T=1) == 16 and piece(B=2, N=16, D=64) == 32
+    assert piece(B=2, N=16, D=192) is None and mosaic.choose(None, mosaic.ChunkConfig()).piece is None
+    for wrong in (0, 1.5, "all"):
+        with pytest.raises(ValueError, match="piece="):
+            mosaic.ChunkConfig(wrong)
+
+
+def test_a_config_reaches_the_kernels():
+    call = described(GATED, make(GATED), None)
+    options = _dispatch.resolve(call.problem, call.options, "mosaic", mosaic.ChunkConfig(7))
+    assert options.config.piece == 7 and mosaic._plan(call.arrays, options, 132).pieces == 1
+
+
+# Compiled without a GPU
+
+COMPILED = {
+    "by head": (GATED, dict(B=1, T=2100, K=8, N=8, qk_l2norm=True), 16),
+    "by head, two warpgroups, groups": (GATED, dict(B=2, T=1100, K=4, N=32, state=True, qk_l2norm=True), 8),
+    "narrow, vk": (GATED, dict(B=1, T=1100, K=2, N=2, H=64, D=64, state=True, layout="vk"), 4),
+    "by channel": (KDA, dict(B=1, T=3000, K=16, N=16, qk_l2norm=True), 16),
+    "by channel, wide, vk": (KDA, dict(B=1, T=1100, K=16, D=256, layout="vk", qk_l2norm=True), 8),
+    "by head, without the delta rule": (SIMPLE, dict(B=1, T=1100, K=2, N=2), 4),
+    "by channel, without the delta rule": (GLA, dict(B=1, T=1100, K=2, N=2), 4),
+}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_for_an_h200(name):
+    op, shape, piece = COMPILED[name]
+    call = (by_channel if op in (KDA, GLA) else by_head).empty_call(op, **shape)
+    options = dataclasses.replace(call.options, config=mosaic.ChunkConfig(piece))
+    leaves, structure = jax.tree.flatten(call.arrays)
+
+    def run(*leaves):
+        arrays = structure.unflatten(leaves)
+        (out, state, _), rest = mosaic.forward(arrays, call.context, options)
+        return out, mosaic.backward(arrays, call.context, options, rest, (out, state, None))
+
+    found = aot.compile_for_h200(run, *leaves)
+    assert found.clean, found
+
+
+# On a GPU
+
+
+def on_gpu(op, p, piece, layout="kv"):
+    """(out, state as [.., H, D]), gradients."""
+    options = dict(implementation="mosaic", config=mosaic.ChunkConfig(piece), state_layout=layout)
+    turn = (lambda x: jnp.swapaxes(x, -1, -2)) if layout == "vk" else lambda x: x
+    q = by_head.turned(p, layout)
+
+    def run(x, dout, dfinal):
+        (out, state), pull = jax.vjp(lambda x: call(op, q, x, return_final_state=True, **options), x)
+        return (out, turn(state)), pull((dout, turn(dfinal)))[0]
+
+    found, got = jax.jit(run)(q.arrays(), *cotangents(p))
+    return found, got | ({"initial_state": turn(got["initial_state"])} if "initial_state" in got else {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_on_a_gpu(name):
+    op, p, piece, layout = CASES[name]
+    found, got = on_gpu(op, p, piece, layout)
+    by_head.hold(p, *found)
+    hold_gradients(p, got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", [GATED, KDA])
+def test_many_pieces_on_a_gpu(op):
+    p = make(op, T=1500, K=4, N=4, H=128, D=128, gates="slow")
+    found, got = on_gpu(op, p, 2)
+    for _ in range(10):
+        again = on_gpu(op, p, 2)
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), again, (found, got)))
+    by_head.hold(p, *found)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jattn._linear import Context, Residuals
 from jattn._varying import unvary, vary, varying_axes
-from jattn.pallas import linear_pieces
 from jattn.pallas._compat import mapped_in_turn
 from jattn.pallas.attention import PLATFORM, why_not_here
 from jattn.pallas.hopper import (
@@ -20,6 +19,7 @@ from jattn.pallas.hopper import (
     linear_channel_backward,
     linear_channel_prepare,
     linear_channel_scan,
+    linear_pieces,
     linear_prepare,
     linear_scan,
 )
@@ -104,7 +104,10 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
         def run(inputs):
             prepare, scan = _KERNELS[by_channel]
             prepared = prepare.launch(plan, inputs, **how)
-            out, state, states = linear_pieces.scan(scan, plan, inputs, prepared, **how)
+            walk = lambda plan, state: scan.launch(  # noqa: E731
+                plan, dataclasses.replace(inputs, initial_state=state), prepared, interpret=interpret
+            )
+            out, state, states = linear_pieces.in_pieces(walk, plan, inputs.initial_state, **how)
             scores = prepared.scores if by_channel else None
             return out, state, Residuals(states, scores, prepared.inverse) if save else None
 

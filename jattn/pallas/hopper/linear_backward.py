@@ -16,7 +16,7 @@ def launch(plan: Plan, inputs, residuals, dout, dfinal, *, multiprocessors: int,
     call's layout."""
     how = dict(multiprocessors=multiprocessors, interpret=interpret)
     prepared = linear_prepare.launch_backward(plan, inputs, residuals.inverse, **how)
-    walked = linear_backward_scan.launch(plan, inputs, prepared, dout, dfinal, interpret=interpret)
+    walked = linear_backward_scan.launch(plan, inputs, prepared, dout, dfinal, **how)
     found = linear_backward_chunk.launch(plan, inputs, prepared, residuals.states, walked, dout, **how)
     return Gradients(
         query=found["dquery"], key=found["dkey"], value=walked["dvalue"], g=found.get("dg"), beta=found.get("dbeta"),

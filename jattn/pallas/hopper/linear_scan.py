@@ -32,14 +32,15 @@ from jattn.pallas._compat import kernel, pl, plgpu
 from jattn.pallas.hopper import linear_tiles, ptx
 from jattn.pallas.hopper.linear_plan import COLUMNS, VECTORS, Plan, copy_rows, key_head
 from jattn.pallas.hopper.linear_walk import (
-    copy_values,
+    chunk_of,
+    columns,
+    copy_columns,
     initial_state,
     place,
     produce,
     result_shapes,
     results_of,
     states_smem,
-    values,
     write_entering,
     write_out,
     write_state,
@@ -107,7 +108,7 @@ def _copy_chunk(x, chunk, slot):
     plgpu.copy_gmem_to_smem(x.vectors.at[*at], x.vectors_smem.at[slot], ready)
     if x.inverse is not None:
         plgpu.copy_gmem_to_smem(x.inverse.at[*at], x.inverse_smem.at[slot, 0], ready)
-    copy_values(x, chunk, slot)
+    copy_columns(x, x.value, x.v_smem.at[slot], chunk, ready)
     if not x.plan.maps:
         copy_rows(x.plan, x.query, x.batch, chunk, head, x.q_smem.at[slot], ready)
         plgpu.copy_gmem_to_smem(x.scores.at[*at], x.scores_smem.at[slot, 0], ready)
@@ -137,8 +138,8 @@ def _one_chunk(x, i, S):
         r = ptx.wgmma_rs_nt(narrow, x.k.at(slot))
     if outputs:
         o = ptx.wgmma_rs_nt(narrow, x.q.at(slot))
-        write_entering(x, x.begin + i, narrow)
-    u = values(x, slot).astype(jnp.float32)
+        write_entering(x, chunk_of(x, i), narrow)
+    u = columns(x, x.v_smem.at[slot]).astype(jnp.float32)
     if x.inverse is not None:
         (r,) = ptx.wgmma_wait_group(int(outputs), r)
         z = vector("beta") * u - vector("key") * r
@@ -153,7 +154,7 @@ def _one_chunk(x, i, S):
     S = ptx.wgmma_rs(S, (u * vector("update")).astype(dtype), x.k_rows.at(slot))
     if outputs:
         (o,) = ptx.wgmma_wait_group(1, o)
-        write_out(x, x.begin + i, o.astype(dtype))  # while the tensor core is at S
+        write_out(x, chunk_of(x, i), o.astype(dtype))  # while the tensor core is at S
     (S,) = ptx.wgmma_wait_group(0, S)
     plgpu.barrier_arrive(x.free.at[slot])
     return S
