@@ -7,10 +7,12 @@ A thread block has one chunk of one value head: its entering state S, the gradie
     rest = v + erase S;   z = β rest;   u = T z (GLA: v)          as in the forward
     dA = tril(do uᵀ)      β dL = −tril(β dz uᵀ, −1)               dv = β dz
     do Sᵀ    −β dz Sᵀ    u Dᵀ                                     of q exp(G), k exp(G), k exp(G_C − G)
-    rowsum(dz ∘ rest)     rowsum(S ∘ D)                           for the gradients of β and of G_C
+    rowsum(S ∘ D)         rowsum(dz ∘ u) / β                        for G_C; the gradient of β
 
-Nothing here needs a gate. The three matrices [64, H] go as they lie in registers, in tiles of 32 channels. β dL has
-1e-18 for a smaller β: that gives the gradient of β back where β is 0.
+As u = β (rest − P(k, k) u), the gradient of β is dz · u / β. From rest and P(k, k) u it would be a difference of
+rounded sums, which where keys are alike is four times worse. But where β is 0 there is no other way: the first of them
+is left in its place, and of β dL the second one, as it has 1e-18 for a smaller β. Nothing here needs a gate. The three
+matrices [64, H] go as they lie in registers, in tiles of 32 channels.
 
     erase, S, v, T → rest | do, dz → do Sᵀ, dz Sᵀ | D → where S was | z, u | dA, dL | S → where do and dz were | u Dᵀ
 
@@ -51,7 +53,7 @@ class Parts:
         Any  # scale do Sᵀ, u Dᵀ and, with the delta rule, −β dz Sᵀ: tiles [B · n · N · (3 or 2) · H / 32, 2, 128, 8]
     )
     squares: Any  # dA and, with the delta rule, β dL: [B, n, N, 2 or 1, 64, 64]
-    vector: Any  # float32 [B, n, N, H + 64]: rowsum(S ∘ D), then rowsum(dz ∘ rest), or nothing
+    vector: Any  # float32 [B, n, N, H + 128]: rowsum(S ∘ D), then twice the gradient of β, to be added; or nothing
 
     @classmethod
     def shapes(cls, plan) -> "Parts":
@@ -60,7 +62,7 @@ class Parts:
         return cls(
             jax.ShapeDtypeStruct((tiles_, *tiles.TILE), plan.dtype),
             jax.ShapeDtypeStruct((*each, 1 + delta, CHUNK, CHUNK), plan.dtype),
-            jax.ShapeDtypeStruct((*each, plan.H + CHUNK * delta), "float32"),
+            jax.ShapeDtypeStruct((*each, plan.H + 2 * CHUNK * delta), "float32"),
         )
 
 
@@ -80,10 +82,10 @@ def _kernel(
     v_smem,  # [slabs of D, 64, 64]; z, u
     do_smem,  # [slabs of D, 64, 64]; rows of S; dv
     S_smem,  # [slabs of D, H, 64]; D
-    squares,  # [2 or 1, 64, 64]: T; dA and dL on their way out
-    vector,  # float32 [H + 64] or [H]
+    square,  # [1, 64, 64]: T; dA on its way out
+    vector,  # float32 [H + 128] or [H]
     dz_smem=None,  # [slabs of D, 64, 64]; rows of S
-    erase_smem=None,  # [slabs of H, 64, 64]
+    erase_smem=None,  # [slabs of H, 64, 64]; dL on its way out
     D_smem=None,  # [slabs of D, H, 64], without the delta rule
     # barriers (TMA)
     first,  # v, S, erase, T
@@ -95,7 +97,7 @@ def _kernel(
     head, rest = lax.rem(block, i32(plan.N)), lax.div(block, i32(plan.N))
     chunk, batch = lax.rem(rest, i32(plan.chunks)), lax.div(rest, i32(plan.chunks))
     x = SimpleNamespace(
-        plan=plan, **inputs, parts=parts, dv=dv, v_smem=v_smem, do_smem=do_smem, S_smem=S_smem, squares=squares,
+        plan=plan, **inputs, parts=parts, dv=dv, v_smem=v_smem, do_smem=do_smem, S_smem=S_smem, square=square,
         vector=vector, dz_smem=dz_smem, erase_smem=erase_smem, D_smem=D_smem, first=first, second=second, third=third,
         fourth=fourth, head=head, chunk=chunk, batch=batch, place=(batch, chunk, head), rows=plan.T - chunk * CHUNK,
     )  # fmt: skip
@@ -129,7 +131,7 @@ def _no_delta(x):
     plgpu.barrier_wait(x.second)
     dA, dq = ptx.wgmma_ss(x.do, x.u, p.dtype), ptx.wgmma_ss(x.do, x.S, p.dtype)
     dA, dq = ptx.wgmma_wait_group(0, dA, dq)
-    memory.stmatrix(_lower(dA * jnp.float32(p.options.scale), 0).astype(p.dtype), x.squares)
+    memory.stmatrix(_lower(dA * jnp.float32(p.options.scale), 0).astype(p.dtype), x.square)
     tiles.st_global_tiles(x.parts.across, x.tile, (dq * jnp.float32(p.options.scale)).astype(p.dtype))
     plgpu.barrier_wait(x.third)
     (dk,) = ptx.wgmma_wait_group(0, ptx.wgmma_ss(x.u, D, p.dtype))
@@ -138,7 +140,7 @@ def _no_delta(x):
         pairs = ((_square(x.S_smem, slab, i), _square(x.D_smem, slab, i)) for slab in _slabs(x))
         x.vector[pl.ds(i, CHUNK)] = _row_sums(pairs)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(x.squares.at[0], x.parts.squares.at[(*x.place, 0)])
+    plgpu.copy_smem_to_gmem(x.square.at[0], x.parts.squares.at[(*x.place, 0)])
     plgpu.copy_smem_to_gmem(x.vector, x.parts.vector.at[x.place])
 
 
@@ -146,17 +148,19 @@ def _delta(x, whole):
     p, pieces = x.plan, x.plan.H // PIECE
     for i in range(ptx.slabs(p.H)):
         plgpu.copy_gmem_to_smem(x.erase.at[(*x.place, i)], x.erase_smem.at[i], x.first)
-    plgpu.copy_gmem_to_smem(x.inverse.at[x.place], x.squares.at[0], x.first)
+    plgpu.copy_gmem_to_smem(x.inverse.at[x.place], x.square.at[0], x.first)
     for array, smem in ((x.dout, x.do_smem), (x.dz, x.dz_smem)):
         copy_rows(p, array, x.batch, x.chunk, x.head, smem, x.second)
     beta = activated_beta(x)
-    erase, T = whole(x.erase_smem, p.H), whole(x.squares.at[0:1], CHUNK)
+    erase, T = whole(x.erase_smem, p.H), whole(x.square, CHUNK)
     dz_matrix, by_rows = whole(x.dz_smem, p.D), dict(along_rows=True)
     plgpu.barrier_wait(x.first)
     v = memory.ldmatrix(x.v_smem, p.D).astype(jnp.float32)
     (rest,) = ptx.wgmma_wait_group(0, ptx.wgmma_nn(v, erase, whole(x.S_smem, p.D, p.H, **by_rows), p.dtype))
     plgpu.barrier_wait(x.second)
-    x.vector[pl.ds(p.H, CHUNK)] = _row_sums((rest[:, _columns(i)], _square(x.dz_smem, i)) for i in _slabs(x))
+    with_dz = lambda a: _row_sums((a[:, _columns(i)], _square(x.dz_smem, i)) for i in _slabs(x))  # noqa: E731
+    idle, larger = jnp.abs(beta) < LEAST_BETA, jnp.where(jnp.abs(beta) < LEAST_BETA, jnp.float32(LEAST_BETA), beta)
+    x.vector[pl.ds(p.H, CHUNK)] = jnp.where(idle, with_dz(rest), 0.0)
     beside = along_columns(beta, ptx.SLAB)
     for i in _slabs(x):
         memory.stmatrix((beside * rest[:, _columns(i)]).astype(p.dtype), x.v_smem.at[pl.ds(i, 1)])
@@ -169,6 +173,7 @@ def _delta(x, whole):
     u = ptx.wgmma_nn(ptx.zeros(p.D), T, whole(x.v_smem, p.D, **by_rows), p.dtype)
     (u,) = ptx.wgmma_wait_group(0, u)
     u = u.astype(p.dtype)
+    x.vector[pl.ds(p.H + CHUNK, CHUNK)] = jnp.where(idle, 0.0, with_dz(u) / larger)
     plgpu.commit_smem()
     memory.stmatrix(u, x.v_smem)
     plgpu.commit_smem()
@@ -178,14 +183,13 @@ def _delta(x, whole):
     plgpu.commit_smem()  # do, dz and u in shared memory have been read
     for i, smem in zip(range(0, p.H, CHUNK), (x.do_smem, x.dz_smem), strict=False):
         _copy_state(x, x.states, smem, x.fourth, pl.ds(i, CHUNK))
-    larger = jnp.where(jnp.abs(beta) < LEAST_BETA, jnp.float32(LEAST_BETA), beta)
-    memory.stmatrix(_lower(dA * jnp.float32(p.options.scale), 0).astype(p.dtype), x.squares.at[0:1])
-    memory.stmatrix(_lower(dL * along_columns(-larger, CHUNK), 1).astype(p.dtype), x.squares.at[1:2])
+    memory.stmatrix(_lower(dA * jnp.float32(p.options.scale), 0).astype(p.dtype), x.square)
+    memory.stmatrix(_lower(dL * along_columns(-larger, CHUNK), 1).astype(p.dtype), x.erase_smem.at[0:1])
     for i in _slabs(x):
         memory.stmatrix(dv[i], x.v_smem.at[pl.ds(i, 1)])
     plgpu.commit_smem()
-    for i in range(2):
-        plgpu.copy_smem_to_gmem(x.squares.at[i], x.parts.squares.at[(*x.place, i)])
+    for i, smem in enumerate((x.square, x.erase_smem)):
+        plgpu.copy_smem_to_gmem(smem.at[0], x.parts.squares.at[(*x.place, i)])
     rows = x.dv.at[x.batch, pl.ds(x.chunk * CHUNK, CHUNK), x.head]
     for i in _slabs(x):
         plgpu.copy_smem_to_gmem(x.v_smem.at[i], rows.at[:, pl.ds(i * ptx.SLAB, ptx.SLAB)])
@@ -257,8 +261,8 @@ def _scratch(plan) -> dict:
         return plgpu.SMEM((n, rows, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
 
     rooms = dict(
-        v_smem=smem(slabs), do_smem=smem(slabs), S_smem=smem(slabs, plan.H), squares=smem(1 + delta),
-        vector=plgpu.SMEM((plan.H + CHUNK * delta,), jnp.float32),
+        v_smem=smem(slabs), do_smem=smem(slabs), S_smem=smem(slabs, plan.H), square=smem(1),
+        vector=plgpu.SMEM((plan.H + 2 * CHUNK * delta,), jnp.float32),
         first=plgpu.Barrier(num_arrivals=2 * slabs + delta * (ptx.slabs(plan.H) + 1)),
         second=plgpu.Barrier(num_arrivals=(1 + delta) * slabs), third=plgpu.Barrier(num_arrivals=slabs),
     )  # fmt: skip

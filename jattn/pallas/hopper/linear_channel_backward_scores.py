@@ -53,7 +53,7 @@ def _kernel(
     dq,  # [B, T, N, H]
     dk,  # [B, T, N, H]
     dg,  # float32 [B, T, N, H]
-    dbeta=None,  # float32 [B, N, n · 64]: what the products with states have left to add; with the delta rule
+    dbeta=None,  # float32 [B, N, n · 64]: what is to add where β is 0; with the delta rule
     *,
     # shared memory, matrices in slabs of 64 columns
     q_smem,  # [slabs of H, 64, 64]; upper halves of dk; dq on its way out
@@ -61,7 +61,7 @@ def _kernel(
     rooms,  # [5, 64, 64]: three right operands of 64 channels, dA, β dL; then q and k again
     sums,  # float32 [64, pitch]: of log decays, from the start of a block of 16; then dq
     others,  # float32 [8, H]: of log decays, of all blocks before each block, and of all after it
-    vector,  # float32 [H + 64] or [H]: across, see `Parts`
+    vector,  # float32 [H + 128] or [H], see `Parts`
     # barriers
     ready,  # TMA
     again,  # TMA
@@ -100,11 +100,9 @@ def _kernel(
     carry = zero, zero, ptx.zeros(8)
     q_sums, k_sums, beta_sums = lax.fori_loop(0, slabs, lambda s, carry: _one_slab(x, s, carry), carry)
     if delta:
-        larger = jnp.where(jnp.abs(beta) < LEAST_BETA, jnp.float32(LEAST_BETA), beta)
-        added = jnp.sum(beta_sums, axis=1) / larger
+        added = jnp.where(jnp.abs(beta) < LEAST_BETA, jnp.sum(beta_sums, axis=1) / jnp.float32(LEAST_BETA), 0.0)
         memory.st_global_rows(dbeta, (batch, head, chunk * CHUNK), added, i32(CHUNK))
-    if plan.options.qk_l2norm:
-        plgpu.commit_smem()
+    if plan.options.qk_l2norm:  # all warps have met since they read what these copies overwrite
         _copy_rows(x, rooms.at[0:slabs], rooms.at[slabs : 2 * slabs], again)
         plgpu.barrier_wait(again)
         lax.fori_loop(0, 2 * slabs, lambda p, _: _through_norms(x, _int(p), q_sums, k_sums), None)
@@ -143,9 +141,7 @@ def _one_slab(x, slab, carry):
     first = 2 * _int(slab)
     lax.fori_loop(0, 2, lambda i, _: _decay(x, first + _int(i), _int(i)), None)
     plgpu.commit_smem()
-    carry = lax.fori_loop(0, 2, lambda i, carry: _one_piece(x, first + _int(i), _int(i), carry), carry)
-    plgpu.commit_smem()
-    return carry
+    return lax.fori_loop(0, 2, lambda i, carry: _one_piece(x, first + _int(i), _int(i), carry), carry)
 
 
 def _decay(x, piece, place):
@@ -306,5 +302,6 @@ def launch(plan: Plan, inputs, parts, *, interpret=False):
     )(*given.values(), parts.across, parts.squares, parts.vector)
     if not delta:
         return dq, dk, dg, None
-    first = parts.vector[..., plan.H :].transpose(0, 1, 3, 2).reshape(plan.B, plan.chunks * CHUNK, plan.N)
+    first = parts.vector[..., plan.H : plan.H + CHUNK] + parts.vector[..., plan.H + CHUNK :]
+    first = first.transpose(0, 1, 3, 2).reshape(plan.B, plan.chunks * CHUNK, plan.N)
     return dq, dk, dg, (first + dbeta[0].swapaxes(1, 2))[:, : plan.T]
