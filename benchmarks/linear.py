@@ -17,12 +17,13 @@ from benchmarks.shapes import selected
 from jattn import attention, linear
 
 AGREEMENT = {"float32": 1e-4, "bfloat16": 3e-2}  # largest max|x - y| / max|y| from the recurrence
+BOUND = -5  # the log of the strongest decay of a token
 JLA = {"kda": "kda", "gated_delta_rule": "gated_deltanet"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One call. Of a step, B is the number of sequences."""
+    """One call. Of a step, B is the number of sequences; with a gate, the op makes the decays of bfloat16 numbers."""
 
     op: str
     B: int
@@ -30,9 +31,15 @@ class Shape:
     N: int
     H: int = 128
     step: bool = False
+    gate: bool = False
 
     def __str__(self):
-        return f"{self.op}{'_step' if self.step else ''} B{self.B} T{self.T} N{self.N} H{self.H}"
+        gate = " from gates" if self.gate else ""
+        return f"{self.op}{'_step' if self.step else ''} B{self.B} T{self.T} N{self.N} H{self.H}{gate}"
+
+    @property
+    def options(self):
+        return dict(qk_l2norm=True) | (dict(gate="bounded", lower_bound=BOUND) if self.gate else {})
 
     @property
     def by_channel(self):
@@ -49,7 +56,8 @@ class Shape:
         q, k, v = (jax.random.normal(key, (*tokens, self.H), jnp.float32).astype(dtype) for key in keys[:3])
         raw = jax.random.normal(keys[3], (*tokens, self.H) if self.by_channel else tokens, jnp.float32)
         beta = jax.nn.sigmoid(jax.random.normal(keys[4], tokens, jnp.float32))
-        x = (q, k, v, -5 * jax.nn.sigmoid(2 * raw - 2), beta)
+        gates = 2 * raw - 2
+        x = (q, k, v, gates.astype(dtype) if self.gate else BOUND * jax.nn.sigmoid(gates), beta)
         return (*x, jax.random.normal(keys[5], (self.B, self.N, self.H, self.H), jnp.float32)) if self.step else x
 
     def least_bytes(self, dtype, backward):
@@ -57,27 +65,38 @@ class Shape:
         size, H = jnp.dtype(dtype).itemsize, self.H
         if self.step:
             return self.B * self.N * 8 * H * H
-        gate = 4 * (H if self.by_channel else 1) + 4
+        gate = (size if self.gate else 4) * (H if self.by_channel else 1) + 4
         forward = 4 * size * H + gate
         return self.token_heads * (forward + (7 * size * H + 2 * gate if backward else 0))
 
     def plan_bytes(self, dtype, backward):
-        """Of the plan by kernels: decayed copies of q and k through memory for decays by channel, and what is saved."""
-        size, H = jnp.dtype(dtype).itemsize, self.H
+        """Of the plan by kernels, each of which reads and writes matrices [64, H], m, [64, 64], square, and states:
+        forward prepare and scan; backward prepare, scan and chunk, and scores for decays by channel."""
         if self.step:
             return self.least_bytes(dtype, backward)
-        copies = 2 * (3 * size * H + 2 * size * 64) + 8 if self.by_channel else 2 * size * 64
-        saved = size * H * H // 64 + (2 if self.by_channel else 1) * size * 64
-        return self.least_bytes(dtype, backward) + self.token_heads * (copies + (2 * saved + 8 * H if backward else 0))
+        size = jnp.dtype(dtype).itemsize
+        m, square, states = size * self.H, size * 64, size * self.H * self.H // 64
+        gate = (size if self.gate else 4) * self.H
+        if self.by_channel:
+            forward = (5 * m + gate + 2 * square) + (5 * m + 2 * square)
+            prepare, scan = 5 * m + gate, 5 * m + 2 * square + states
+            chunk, scores = 8 * m + 3 * square + 2 * states, 7 * m + 2 * gate + 2 * square
+        else:
+            forward = (2 * m + 2 * square) + (4 * m + 2 * square)
+            prepare, scan = 2 * m + square, 5 * m + 2 * square + states
+            chunk, scores = 7 * m + square + 2 * states, 0
+        return self.token_heads * (forward + (states + prepare + scan + chunk + scores if backward else 0))
 
 
 GPU = (
     Shape("kda", 1, 8192, 32), Shape("kda", 4, 4096, 32), Shape("kda", 1, 65536, 16),
     Shape("gated_delta_rule", 1, 8192, 32), Shape("gated_delta_rule", 4, 4096, 32),
+    Shape("gated_delta_rule", 1, 8192, 8), Shape("kda", 1, 8192, 32, gate=True),
     Shape("kda", 64, 1, 96, step=True), Shape("kda", 256, 1, 128, step=True), Shape("kda", 1, 1, 96, step=True),
 )  # fmt: skip
 CPU = (
     Shape("kda", 1, 1024, 4, 64), Shape("gated_delta_rule", 1, 1024, 4, 64), Shape("kda", 16, 1, 4, 64, step=True),
+    Shape("kda", 1, 1024, 4, 64, gate=True),
 )  # fmt: skip
 SCALING_GPU = tuple(Shape("kda", 1, 1024 << i, 16) for i in range(8))
 SCALING_CPU = tuple(Shape("kda", 1, 256 << i, 4, 64) for i in range(6))
@@ -93,7 +112,8 @@ def scaling(arguments):
             for op in ("kda", "gated_delta_rule"):
                 one = dataclasses.replace(shape, op=op)
                 inputs = one.inputs(dtype)
-                calls[op] = agreeing(one, built(one, backward, False), inputs, dtype)["jattn"], inputs
+                mine = {("jattn", backward): built(one, backward, False)["jattn"]}
+                calls[op] = agreeing(one, mine, inputs, dtype)["jattn", backward], inputs
             softmax = jax.jit(passes(functools.partial(attention, is_causal=True), backward))
             jax.block_until_ready(softmax(*inputs[:3]))
             for name, ms in times(calls | {"attention": (softmax, inputs[:3])}, arguments.repeats, on_gpu).items():
@@ -115,21 +135,20 @@ def linear_suite(arguments):
     rate = copy_rate(on_gpu)
     print(f"copy {rate / 1e9:.0f} GB/s", flush=True)
     for shape in selected(GPU if on_gpu else CPU, arguments):
-        for backward in (False,) if shape.step else (False, True):
-            inputs = shape.inputs(dtype)
-            calls = agreeing(shape, built(shape, backward, on_gpu), inputs, dtype)
-            ms = times({name: (f, inputs) for name, f in calls.items()}, arguments.repeats, on_gpu)
-            yield from rows(shape, dtype, backward, ms, rate)
+        inputs, passes = shape.inputs(dtype), (False,) if shape.step else (False, True)
+        functions = {(name, of): f for of in passes for name, f in built(shape, of, on_gpu).items()}
+        functions = agreeing(shape, gpu.compiled(functions, inputs), inputs, dtype)
+        for backward in passes:
+            calls = {name: (f, inputs) for (name, of), f in functions.items() if of == backward}
+            yield from rows(shape, dtype, backward, times(calls, arguments.repeats, on_gpu), rate)
 
 
 def built(shape, backward, on_gpu):
     """name -> compiled function of the inputs."""
-    if shape.step:
-        functions = {"jattn": functools.partial(getattr(linear, f"{shape.op}_step"), qk_l2norm=True)}
-    else:
-        functions = {"jattn": functools.partial(getattr(linear, shape.op), qk_l2norm=True)}
-        if on_gpu and shape.op in JLA:
-            functions["jla"] = gpu.attempt("jla", lambda: jla(shape.op))
+    op = getattr(linear, f"{shape.op}_step" if shape.step else shape.op)
+    functions = {"jattn": functools.partial(op, **shape.options)}
+    if on_gpu and shape.op in JLA and not (shape.step or shape.gate):
+        functions["jla"] = gpu.attempt("jla", lambda: jla(shape.op))
     return {name: jax.jit(passes(f, backward)) for name, f in functions.items() if f is not None}
 
 
@@ -156,21 +175,19 @@ def passes(function, backward):
 
 
 def agreeing(shape, functions, inputs, dtype):
-    """The functions that compute the recurrence, called once; a peer that does not is left out, jattn stops the run."""
-    if shape.step:
-        q, k, v, g, beta, state = inputs
-        op = getattr(linear, shape.op)
-        truth = jax.jit(lambda: op(q, k, v, g, beta, initial_state=state, qk_l2norm=True, mode="recurrent"))()
-    else:
-        truth = jax.jit(functools.partial(getattr(linear, shape.op), qk_l2norm=True, mode="recurrent"))(*inputs)
+    """The functions, by name and pass, that compute the recurrence, called once; a peer that does not is left out,
+    jattn stops the run."""
+    recurrent = functools.partial(getattr(linear, shape.op), **shape.options, mode="recurrent")
+    tokens, states = inputs[:5], inputs[5:]
+    truth = jax.jit(lambda *x: recurrent(*x[:5], **(dict(initial_state=x[5]) if states else {})))(*tokens, *states)
     truth, found = truth.astype(jnp.float32), {}
-    for name, function in functions.items():
+    for (name, of), function in functions.items():
         result = gpu.attempt(name, lambda f=function: jax.block_until_ready(f(*inputs)))
         if result is None:
             continue
         off = float(jnp.abs(gpu.first(result).astype(jnp.float32) - truth).max() / jnp.abs(truth).max())
         if off <= AGREEMENT[dtype]:
-            found[name] = function
+            found[name, of] = function
         elif name == "jattn":
             raise SystemExit(f"{shape}: jattn differs from the recurrence by {off:.1e}; nothing was timed")
         else:

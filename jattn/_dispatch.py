@@ -37,10 +37,8 @@ _TABLE = {
     "paged_attention": {"mosaic": "jattn.pallas.decode", "xla": "jattn.reference.paged"},
     "sequence_decode_attention": {"xla": "jattn.reference.spread"},
     "sequence_paged_attention": {"xla": "jattn.reference.spread"},
-    **{f"linear.{op}": {"xla": "jattn.reference.linear"} for op in _LINEAR},
     **{
-        f"linear.{op}": {"mosaic": "jattn.pallas.linear_chunk", "xla": "jattn.reference.linear"}
-        for op in ("kda", "gated_delta_rule", "delta_rule", "gla")
+        f"linear.{op}": {"mosaic": "jattn.pallas.linear_chunk", "xla": "jattn.reference.linear"} for op in _LINEAR
     },
     **{
         f"linear.{op}_step": {"mosaic": "jattn.pallas.linear_step", "xla": "jattn.reference.linear_step"}

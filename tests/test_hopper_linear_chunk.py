@@ -23,15 +23,18 @@ from jattn.pallas import linear_chunk as mosaic
 from jattn.reference import linear
 
 GATED, PLAIN = "gated_delta_rule", "delta_rule"
+SIMPLE, UNGATED = "simple_gla", "linear_attention"  # without the delta rule
 BF16 = ml_dtypes.bfloat16
 make = functools.partial(problem, B=1, T=130, K=1, N=1, H=128, D=128, dtype=BF16, qk_l2norm=True)
 
 
 def described(op, p, **options):
-    x = dict(g=None) | p.arrays()
+    x = dict(g=None, beta=None) | p.arrays()
     x |= {name: x[name][..., 0] for name in ("g", "dt_bias") if x.get(name) is not None}
     tokens = [x.pop(name) for name in ("query", "key", "value", "g", "beta")]
-    x |= dict(scale=p.scale, qk_l2norm=p.qk_l2norm, beta_activation=p.beta_activation)
+    x |= dict(scale=p.scale)
+    if p.beta is not None:
+        x |= dict(qk_l2norm=p.qk_l2norm, beta_activation=p.beta_activation)
     if op == GATED:
         x |= dict(gate=p.gate, lower_bound=p.lower_bound)
     return describe(RULES[op], *tokens, **x, **options)
@@ -87,6 +90,8 @@ CASES = {
     "one key, beta 2": (PLAIN, alike(0.0, 2.0), {}),
     "keys alike, beta 2": (PLAIN, alike(0.3, 2.0), {}),
     "keys alike, beta 1.99": (PLAIN, alike(0.5, 1.99), {}),
+    "no delta rule": (SIMPLE, make(SIMPLE, qk_l2norm=False), {}),
+    "no delta rule, no decay, vk": (UNGATED, make(UNGATED, T=70, D=64, qk_l2norm=False), dict(state_layout="vk")),
     "keys alike, beta 1.7": (PLAIN, alike(0.5, 1.7, T=256, seed=3), {}),  # 3.3 times the baseline's error with β in M
 }
 
@@ -184,15 +189,16 @@ def test_refuses_packed_sequences():
     assert "cu_seqlens" in mosaic.why_not(described(GATED, p, cu_seqlens=[0, 100, 130]).problem)
 
 
-def test_runs_only_when_named_and_borrows_a_backward():
+def test_is_refused_elsewhere_and_lends_a_gradient_of_the_scale():
     p = make(GATED)
-    problem = described(GATED, p).problem
-    assert _dispatch.explain(problem, None, None).implementation == "xla"
     if jax.default_backend() != "gpu":
         with pytest.raises(NotImplementedError, match="for cuda alone"):
             call(GATED, p, implementation="mosaic")
-    options = _dispatch.resolve(problem, described(GATED, p).options, "mosaic", None)
-    assert options.implementation == "mosaic" and options.backward.implementation == "xla"
+    plain, traced = (described(GATED, dataclasses.replace(p, scale=s)) for s in (None, jnp.float32(0.3)))
+    for call_, backward in ((plain, None), (traced, "xla")):
+        options = _dispatch.resolve(call_.problem, call_.options, "mosaic", None)
+        assert options.implementation == "mosaic"
+        assert (options.backward and options.backward.implementation) == backward
 
 
 # Compiled without a GPU
@@ -204,6 +210,7 @@ COMPILED = {
         dict(B=4, T=100, K=8, state=True, gate="softplus", beta_activation="sigmoid2", qk_l2norm=True),
     ),
     "narrow": (GATED, dict(B=1, T=100, K=16, H=64, D=64)),
+    "without the delta rule": (SIMPLE, dict(B=4, T=100, K=16, state=True)),
     "without decay, vk, traced scale": (PLAIN, dict(B=4, T=64, K=32, state=True, layout="vk", scale=jnp.float32(0.3))),
 }
 
@@ -215,7 +222,8 @@ def empty_call(op, B, T, K, N=32, H=128, D=128, state=False, layout="kv", gate=N
     shape = (H, D) if layout == "kv" else (D, H)
     return describe(
         RULES[op], zeros((B, T, K, H)), zeros((B, T, K, H)), zeros((B, T, N, D)),
-        jnp.zeros((B, T, N)) if op == GATED else None, jnp.zeros((B, T, N)), state_layout=layout,
+        jnp.zeros((B, T, N)) if op in (GATED, SIMPLE) else None, jnp.zeros((B, T, N)) if op in (GATED, PLAIN) else None,
+        state_layout=layout,
         initial_state=jnp.zeros((B, N, *shape)) if state else None, **options,
     )  # fmt: skip
 

@@ -145,7 +145,7 @@ def test_refuses(reason, options):
         assert reason in mosaic.why_not(described("kda", p, p.initial_state).problem)
 
 
-def test_runs_only_when_named():
+def test_is_refused_elsewhere():
     p = problem("kda", B=1, T=1, K=1, N=1, H=32, D=32)
     if jax.default_backend() != "gpu":
         with pytest.raises(NotImplementedError, match="for cuda alone"):

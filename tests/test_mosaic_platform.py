@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from linear_cases import quickly
 
 import jattn
 from jattn import masks, mods
 from jattn.pallas import attention as mosaic
+from jattn.pallas import linear_chunk, linear_step
 
 Q = jax.random.normal(jax.random.key(0), (2, 64, 2, 64), jnp.bfloat16)
 BIAS = jnp.ones((64, 64), jnp.float32)
@@ -176,3 +178,38 @@ def test_64_bit_mode():
     with jax.enable_x64(True):
         assert kernels(features, "cuda", Q, jnp.ones((2, 1, 1), jnp.float64), jnp.array([64, 3])) == 1
         assert kernels(packed, "cuda", Q, jnp.array([0, 10, 64])) == 1
+
+
+@pytest.fixture
+def linear_beside_a_gpu(monkeypatch):
+    for module in (linear_chunk, linear_step):
+        monkeypatch.setattr(module, "why_not_here", lambda: None)
+
+
+@pytest.mark.parametrize("op, residuals", [("kda", "save"), ("gated_delta_rule", "save"), ("gla", "recompute")])
+def test_linear_attention_is_xla_on_a_cpu_beside_a_gpu(op, residuals, linear_beside_a_gpu):
+    """Values and gradients, bit for bit: both implementations hand residuals of one shape to their backward."""
+    x = jax.random.normal(jax.random.key(1), (1, 70, 2, 64), jnp.bfloat16)
+    g = -jnp.ones((1, 70, 2) if op == "gated_delta_rule" else (1, 70, 2, 64), jnp.float32)
+
+    def attend(x, g, **options):
+        beta = [] if op == "gla" else [1.5 + g.reshape(1, 70, 2, -1)[..., 0]]
+        return getattr(jattn.linear, op)(x, x, x, g, *beta, residuals=residuals, **options)
+
+    xla = lambda *arrays: attend(*arrays, implementation="xla")  # noqa: E731
+    got, want = (quickly(lambda *arrays, f=f: (f(*arrays), gradients(f)(*arrays)))(x, g) for f in (attend, xla))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert kernels(gradients(attend), "cuda", x, g) > 4 and kernels(attend, "cpu", x, g) == 0
+
+
+def test_a_step_is_xla_on_a_cpu_beside_a_gpu(linear_beside_a_gpu):
+    x, g = Q[:, :1], -jnp.ones((2, 1, 2), jnp.float32)
+    state = jnp.ones((2, 2, 64, 64), jnp.float32)
+
+    def step(x, g, state, **options):
+        return jattn.linear.gated_delta_rule_step(x, x, x, g, g + 1.5, state, **options)
+
+    xla = lambda *arrays: step(*arrays, implementation="xla")  # noqa: E731
+    got, want = (jax.jit(f)(x, g, state) for f in (step, xla))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert kernels(step, "cuda", x, g, state) == 1 and kernels(step, "cpu", x, g, state) == 0

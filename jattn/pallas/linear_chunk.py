@@ -1,7 +1,8 @@
-"""`implementation="mosaic"` of the delta rules and of GLA: what the Hopper kernels need, and their reasons.
+"""`implementation="mosaic"` of linear attention: what the Hopper kernels need, and their reasons.
 
 The kernels are in `jattn.pallas.hopper`: `linear_prepare` and `linear_scan` for one decay a head,
-`linear_channel_prepare` and `linear_channel_scan` for one a channel. The backward is another implementation's.
+`linear_channel_prepare` and `linear_channel_scan` for one a channel; their backwards are `linear_backward` and
+`linear_channel_backward`.
 """
 
 import dataclasses
@@ -11,14 +12,14 @@ import jax.numpy as jnp
 
 from jattn._linear import Context, Residuals
 from jattn._varying import unvary, vary, varying_axes
-from jattn.pallas import linear_pieces
 from jattn.pallas._compat import mapped_in_turn
 from jattn.pallas.attention import PLATFORM, why_not_here
 from jattn.pallas.hopper import (
-    linear_backward_chunk,
+    linear_backward,
     linear_channel_backward,
     linear_channel_prepare,
     linear_channel_scan,
+    linear_pieces,
     linear_prepare,
     linear_scan,
 )
@@ -32,7 +33,7 @@ __all__ = ["PLATFORM", "ChunkConfig", "backward", "choose", "forward", "why_not"
 _LARGEST_H, _LARGEST_D = 128, 256
 _MULTIPROCESSORS = 132
 _KERNELS = (linear_prepare, linear_scan), (linear_channel_prepare, linear_channel_scan)  # by head, by channel
-_BACKWARDS = linear_backward_chunk, linear_channel_backward
+_BACKWARDS = linear_backward, linear_channel_backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ class ChunkConfig:
 def choose(problem, config) -> ChunkConfig:
     """Sequences are cut where there are too few heads; however long they are, since bits must not depend on that."""
     if config is None:
-        return ChunkConfig(linear_pieces.piece_of(problem.B * problem.N, problem.H, problem.D))
+        return ChunkConfig(linear_pieces.piece_of(problem.B * problem.N, problem.D))
     if not isinstance(config, ChunkConfig):
         raise TypeError(f"config={config!r} is not a jattn.pallas.linear_chunk.ChunkConfig, which mosaic takes")
     return config
@@ -103,7 +104,10 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
         def run(inputs):
             prepare, scan = _KERNELS[by_channel]
             prepared = prepare.launch(plan, inputs, **how)
-            out, state, states = linear_pieces.scan(scan, plan, inputs, prepared, **how)
+            walk = lambda plan, state: scan.launch(  # noqa: E731
+                plan, dataclasses.replace(inputs, initial_state=state), prepared, interpret=interpret
+            )
+            out, state, states = linear_pieces.in_pieces(walk, plan, inputs.initial_state, **how)
             scores = prepared.scores if by_channel else None
             return out, state, Residuals(states, scores, prepared.inverse) if save else None
 

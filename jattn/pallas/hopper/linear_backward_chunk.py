@@ -1,6 +1,6 @@
-"""The last of three kernels of the gated delta rule's backward on compute capability 9.0: what chunks do not wait for one
-another with. `linear_backward_scan` left D, the gradient of the state that leaves a chunk, and dz; S is the state that
-entered it, and M and the vectors are those of `linear_prepare`. `launch` runs all three.
+"""The last of three kernels of the gated delta rule's backward on compute capability 9.0: what chunks do not wait for
+one another with. `linear_backward_scan` left D, the gradient of the state that leaves a chunk, and dz; S is the state
+that entered it, and M and the vectors are those of `linear_prepare`.
 
     r = k S;   z = β ∘ v − key ∘ r;   u = M z
     X = tril(do uᵀ) ∘ Γ, scale nq beside its rows and nk beside its columns;   Y = −tril(dz uᵀ, −1) ∘ Γ, β nk and nk
@@ -11,7 +11,8 @@ and with qk_l2norm dq −= nq² (q · dq) q, and dk likewise. The log decay of t
 
     dg_s = Σ_{i≥s} (q · dq − key dz · r + k · Y k − k · (Xᵀ q + Yᵀ k))_i + Σ_{i<s} (update k · u Dᵀ)_i + last ⟨S, D⟩
 
-where pairs on one side of s cancel, as sums of the very same rounded X and Y.
+where pairs on one side of s cancel, as sums of the very same rounded X and Y. Without the delta rule u = v, and what Y
+and dz are in is left out; the warpgroups then have half of X each.
 
 Pipeline: a thread block fills a multiprocessor with two warpgroups, which have half of the columns each: of D in z and
 u, of H in dq and dk. One of them forms X, the other Y. They take chunk after chunk:
@@ -34,9 +35,9 @@ from jax import lax
 
 from jattn._linear import CHUNK
 from jattn.pallas._compat import interpreting, kernel, pl, plgpu
-from jattn.pallas.hopper import linear_backward_scan, linear_prepare, linear_tiles, memory, ptx
+from jattn.pallas.hopper import linear_tiles, memory, ptx
 from jattn.pallas.hopper.decode_rows import along_columns
-from jattn.pallas.hopper.linear_plan import Gradients, Plan, copy_rows, key_head
+from jattn.pallas.hopper.linear_plan import Plan, copy_rows, key_head
 from jattn.pallas.hopper.linear_prepare import BACKWARD_VECTORS as VECTORS
 from jattn.pallas.hopper.lists import i32
 
@@ -49,45 +50,33 @@ _PIECE = 16  # columns that are taken from shared memory at a time: registers ar
 
 def _kernel(
     plan: Plan,
-    # inputs (HBM)
-    query,  # [B, T, K, H]
-    key,  # [B, T, K, H]
-    value,  # [B, T, N, D]
-    dout,  # [B, T, N, D]
-    dz,  # [B, T, N, D]
-    states,  # S, [B, n, N, H, D]
-    dstates,  # D, [B, n, N, H, D]
-    inverse,  # M, [B, n, N, 64, 64]
-    vectors,  # float32 [B, n, N, 8, 64]
-    # outputs (HBM)
-    dquery,  # [B, T, N, H]
-    dkey,  # [B, T, N, H]
-    dg,  # float32 [B, T, N]
-    dbeta,  # float32 [B, T, N]
+    refs,  # inputs and outputs by name (HBM)
+    #   query, key [B, T, K, H]; value, dout [B, T, N, D]; states (S), dstates (D) [B, n, N, H, D]
+    #   vectors float32 [B, n, N, 8, 64]; with the delta rule inverse (M) [B, n, N, 64, 64], dz [B, T, N, D]
+    #   dquery, dkey [B, T, N, H]; dg, dbeta float32 [B, T, N], where there is decay and the delta rule
     *,
     # shared memory, matrices in slabs of 64 columns
     qk_smem,  # [2, 2, slabs of H, 64, 64]: of each slot q and k; dq and dk on their way out
     v_smem,  # [slabs of a round, 64, 64]; then z, then u
-    dd_smem,  # [2, slabs of a round, 64, 64]: do, dz
+    dd_smem,  # [2 or 1, slabs of a round, 64, 64]: do, dz
     s_smem,  # [slabs of a round, H, 64]
     ds_smem,  # [slabs of a round, H, 64]: D
-    inverse_smem,  # [2, 1, 64, 64]
-    squares,  # [2, 1, 64, 64]: X, Y
+    squares,  # [2 or 1, 1, 64, 64]: X, Y
     vectors_smem,  # float32 [2, 8, 64]
     parts,  # float32 [2, sums of rows, 64], of each warpgroup
     numbers,  # float32 [2, 64]
+    inverse_smem=None,  # [2, 1, 64, 64]
     # barriers
     ready,  # [2] TMA: q, k, M, vectors
     early,  # TMA: v, dz, S
     late,  # TMA: do, D
     meetings,  # named
 ):
-    warpgroup = lax.axis_index("warpgroup")
     x = SimpleNamespace(
-        plan=plan, query=query, key=key, value=value, dout=dout, dz=dz, states=states, dstates=dstates, inverse=inverse,
-        vectors=vectors, dquery=dquery, dkey=dkey, dg=dg, dbeta=dbeta, qk_smem=qk_smem, v_smem=v_smem, dd_smem=dd_smem,
-        s_smem=s_smem, ds_smem=ds_smem, inverse_smem=inverse_smem, squares=squares, vectors_smem=vectors_smem,
-        parts=parts, numbers=numbers, ready=ready, early=early, late=late, meetings=meetings, warpgroup=warpgroup,
+        plan=plan, delta=plan.options.rule.delta, decay=plan.options.rule.decay is not None, **refs, qk_smem=qk_smem,
+        v_smem=v_smem, dd_smem=dd_smem, s_smem=s_smem, ds_smem=ds_smem, inverse_smem=inverse_smem, squares=squares,
+        vectors_smem=vectors_smem, parts=parts, numbers=numbers, ready=ready, early=early, late=late,
+        meetings=meetings, warpgroup=lax.axis_index("warpgroup"),
     )  # fmt: skip
     stride, first = lax.axis_size("block"), lax.axis_index("block")
     rounds = lax.div(_items(plan) - first + (stride - 1), i32(stride))
@@ -114,18 +103,16 @@ def _name_matrices(x):
     x.u = one(x.v_smem, CHUNK)
     x.z_own = _part_of_slab(one(x.v_smem, CHUNK, along_rows=True), x.v_smem, x.slab, x.column, x.width)
     x.dd = ptx.matrix(lambda i: x.dd_smem.at[i], CHUNK, columns)
-    x.M = ptx.matrix(lambda i: x.inverse_smem.at[i], CHUNK, CHUNK)
+    x.M = ptx.matrix(lambda i: x.inverse_smem.at[i], CHUNK, CHUNK) if x.delta else None
     x.XY = ptx.matrix(lambda i: x.squares.at[i], CHUNK, CHUNK)
 
 
 def _part_of_slab(matrix, smem, slab, column, width):
-    """Of a matrix along rows; whose other columns the other warpgroup writes meanwhile, as the emulation has to know."""
+    """Of a matrix along rows, whose other columns the other warpgroup writes meanwhile: the emulation has to know."""
     part = matrix.slab(slab).columns_from(column, columns=width)
     if not interpreting():
         return part
-    return dataclasses.replace(
-        part, ref_of=lambda _: smem.at[pl.ds(slab, 1), :, pl.ds(column, width)], first_column=0
-    )
+    return dataclasses.replace(part, ref_of=lambda _: smem.at[pl.ds(slab, 1), :, pl.ds(column, width)], first_column=0)
 
 
 def _slabs(plan) -> int:
@@ -170,7 +157,8 @@ def _copy_tokens(x, item, slot):
     def _():
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         rows(x.query, 0)
-        plgpu.copy_gmem_to_smem(x.inverse.at[batch, chunk, head], x.inverse_smem.at[slot, 0], ready)
+        if x.delta:
+            plgpu.copy_gmem_to_smem(x.inverse.at[batch, chunk, head], x.inverse_smem.at[slot, 0], ready)
         plgpu.copy_gmem_to_smem(x.vectors.at[batch, chunk, head], x.vectors_smem.at[slot], ready)
 
     @pl.when(x.warpgroup == 1)
@@ -196,7 +184,8 @@ def _copy_columns(x, item, number):
     def _():
         state(x.states, x.s_smem, x.early)
         rows(x.value, x.v_smem, x.early)
-        rows(x.dz, x.dd_smem.at[1], x.early)
+        if x.delta:
+            rows(x.dz, x.dd_smem.at[1], x.early)
         rows(x.dout, x.dd_smem.at[0], x.late)
         state(x.dstates, x.ds_smem, x.late)
 
@@ -217,21 +206,39 @@ def _one_chunk(x, item, slot, stride):
         _write_u(x, sums)
         if number == 0:
             pl.when(following < _items(x.plan))(lambda: _copy_tokens(x, following, 1 - slot))
-        sides = _multiply(x, sums, sides)
+        sides = _multiply(x, sides)
         if number + 1 < count:
             _copy_columns(x, item, number + 1)
         else:
             pl.when(following < _items(x.plan))(lambda: _copy_columns(x, following, 0))
     square, dq, dk = sides
-    _keep(x, value=sums.value, entered=sums.entered, across=sums.across, states=_row_sums(x, 1, dk))
+    _keep(x, states=_row_sums(x, 1, dk), across=sums.across)
+    if x.delta:
+        _keep(x, value=sums.value, entered=sums.entered)
     _write_square(x, square)
     _write_gradients(x, dq, dk)
 
 
 def _write_u(x, sums):
     """u of the warpgroup's columns of a round, in v's place."""
-    p = x.plan
     plgpu.barrier_wait(x.early)
+    if x.delta:
+        _write_z(x, sums)
+        plgpu.barrier_wait(x.late)
+        u = linear_tiles.wgmma("nn", x.M.at(x.slot), x.z_own, x.plan.dtype)
+    else:
+        plgpu.barrier_wait(x.late)
+    if x.decay:
+        sums.across = sums.across + _products_of_states(x)
+    if x.delta:
+        (u,) = ptx.wgmma_wait_group(0, u)
+        plgpu.commit_smem()  # all warps are done with z
+        memory.stmatrix(u.astype(x.plan.dtype), x.v_smem.at[pl.ds(x.slab, 1)], x.column)
+    _meet(x, _U)
+
+
+def _write_z(x, sums):
+    p = x.plan
     (r,) = ptx.wgmma_wait_group(0, linear_tiles.wgmma("nn", x.qk.at(2 * x.slot + 1), x.S_own, p.dtype))
     beta, key = (along_columns(x.vector(name), _PIECE) for name in ("beta", "key"))
     with_v = with_r = ptx.zeros(_PIECE)
@@ -243,23 +250,19 @@ def _write_u(x, sums):
     sums.value = sums.value + jnp.sum(with_v, axis=1)
     sums.entered = sums.entered + jnp.sum(with_r, axis=1)
     plgpu.commit_smem()
-    plgpu.barrier_wait(x.late)
-    u = linear_tiles.wgmma("nn", x.M.at(x.slot), x.z_own, p.dtype)
-    if p.options.rule.decay is not None:
-        sums.across = sums.across + _products_of_states(x)
-    (u,) = ptx.wgmma_wait_group(0, u)
-    plgpu.commit_smem()  # all warps are done with z
-    memory.stmatrix(u.astype(p.dtype), x.v_smem.at[pl.ds(x.slab, 1)], x.column)
-    _meet(x, _U)
 
 
-def _multiply(x, sums, sides):
+def _multiply(x, sides):
     """do uᵀ of one warpgroup or dz uᵀ of the other, and its columns of do Sᵀ and of what of dk meets states, onto those
     of the rounds before."""
     dtype, (square, dq, dk) = x.plan.dtype, sides
-    square = linear_tiles.wgmma("nt", x.dd.at(x.warpgroup), x.u, dtype, square)
+    if x.delta:
+        square = linear_tiles.wgmma("nt", x.dd.at(x.warpgroup), x.u, dtype, square)
+    else:
+        square = linear_tiles.wgmma("nt", x.dd, x.u.part(x.warpgroup, rows=CHUNK // 2), dtype, square)
     dq = linear_tiles.wgmma("nt", x.dd, x.S, dtype, dq)
-    for smem, name, sign, right in ((x.v_smem, "update", 1, x.D), (x.dd_smem.at[1], "key", -1, x.S)):
+    lefts = [(x.v_smem, "update", 1, x.D)] + ([(x.dd_smem.at[1], "key", -1, x.S)] if x.delta else [])
+    for smem, name, sign, right in lefts:
         factor = along_columns(x.vector(name) * sign, ptx.SLAB)
         for slab in range(_slabs(x.plan)):
             rows = memory.ldmatrix(smem.at[pl.ds(slab, 1)], ptx.SLAB).astype(jnp.float32)
@@ -287,59 +290,69 @@ def _products_of_states(x):
 
 
 def _write_square(x, square):
-    """X or Y."""
+    """X or Y; without the delta rule half of X's columns."""
     p, w = x.plan, x.warpgroup
-    products = linear_tiles.wgmma("nt", x.qk.at(2 * x.slot + w), x.qk.at(2 * x.slot + 1), p.dtype)
-    is_key = w.astype(jnp.float32)
-    factor = jnp.float32(p.options.scale) * x.vector("query_norm") * (1 - is_key)
-    factor = along_columns(factor - x.vector("beta") * x.vector("key_norm") * is_key, _PIECE)
-    sums_of_rows = along_columns(x.vector("sums"), _PIECE)
-    (products,) = ptx.wgmma_wait_group(0, products)
+    factor = jnp.float32(p.options.scale) * x.vector("query_norm")
+    if x.delta:
+        origin, above, is_key = 0, w, w.astype(jnp.float32)
+        products = linear_tiles.wgmma("nt", x.qk.at(2 * x.slot + w), x.qk.at(2 * x.slot + 1), p.dtype)
+        factor = factor * (1 - is_key) - x.vector("beta") * x.vector("key_norm") * is_key
+        (products,) = ptx.wgmma_wait_group(0, products)
+    else:
+        origin, above = w * (CHUNK // 2), i32(0)
+    factor, sums_of_rows = (along_columns(a, _PIECE) for a in (factor, x.vector("sums")))
     erased = rows = ptx.zeros(_PIECE)
-    for first in range(0, CHUNK, _PIECE):
-        along = lambda name: linear_tiles.ld_shared_along_rows(  # noqa: E731
-            x.vectors_smem.at[x.slot, VECTORS.index(name), pl.ds(first, _PIECE)]
-        )
-        below = ptx.numbers(-w, 0, _PIECE) >= ptx.numbers(i32(first), 1, _PIECE)
-        part, product = (a[:, first : first + _PIECE] for a in (square, products))
-        if p.options.rule.decay is None:
-            part = jnp.where(below, part, 0.0)
+    for first in range(0, square.shape[1], _PIECE):
+        below = ptx.numbers(-above, 0, _PIECE) >= ptx.numbers(i32(first) + origin, 1, _PIECE)
+        part = square[:, first : first + _PIECE]
+        if x.decay:
+            part = part * jnp.exp2(jnp.where(below, sums_of_rows - _along(x, "sums", origin + first), -jnp.inf))
         else:
-            part = part * jnp.exp2(jnp.where(below, sums_of_rows - along("sums"), -jnp.inf))
-        part = part * along("key_norm")
+            part = jnp.where(below, part, 0.0)
+        part = part * _along(x, "key_norm", origin + first)
         narrow = (part * factor).astype(p.dtype)
-        memory.stmatrix(narrow, x.squares.at[w], first)
-        erased, rows = erased + part * product, rows + narrow.astype(jnp.float32) * product
-    _keep(x, erased=jnp.sum(erased, axis=1), rows=jnp.sum(rows, axis=1))
+        memory.stmatrix(narrow, x.squares.at[w if x.delta else 0], origin + first)
+        if x.delta:
+            product = products[:, first : first + _PIECE]
+            erased, rows = erased + part * product, rows + narrow.astype(jnp.float32) * product
+    if x.delta:
+        _keep(x, erased=jnp.sum(erased, axis=1), rows=jnp.sum(rows, axis=1))
     _meet(x, _SQUARES)
+
+
+def _along(x, name, first):
+    """`_PIECE` entries of a vector from `first` on, along rows."""
+    return linear_tiles.ld_shared_along_rows(x.vectors_smem.at[x.slot, VECTORS.index(name), pl.ds(first, _PIECE)])
 
 
 def _write_gradients(x, dq, dk):
     p, w, dtype = x.plan, x.warpgroup, x.plan.dtype
     q_own, k_own = (x.qk_own.at(2 * x.slot + i) for i in range(2))
-    X, Y = x.XY, x.XY.at(1)
-    columns = linear_tiles.wgmma("tn", X, q_own, dtype)
-    columns = linear_tiles.wgmma("tn", Y, k_own, dtype, columns)
-    dq = linear_tiles.wgmma("nn", X, k_own, dtype, dq * along_columns(x.vector("query"), x.half))
-    dk = linear_tiles.wgmma("nn", Y, k_own, dtype, dk)
+    columns = linear_tiles.wgmma("tn", x.XY, q_own, dtype)
+    if x.delta:
+        columns = linear_tiles.wgmma("tn", x.XY.at(1), k_own, dtype, columns)
+        dk = linear_tiles.wgmma("nn", x.XY.at(1), k_own, dtype, dk)
+    dq = linear_tiles.wgmma("nn", x.XY, k_own, dtype, dq * along_columns(x.vector("query"), x.half))
     columns, dq, dk = ptx.wgmma_wait_group(0, columns, dq, dk)
     _keep(x, key=_row_sums(x, 1, columns), query=_row_sums(x, 0, dq))
     _meet(x, _SUMS)
     total = lambda name: _part(x, 0, name) + _part(x, 1, name)  # noqa: E731
-    along = total("query"), total("states") + total("key") + _part(x, 1, "rows")
-    _write_out(x, dq, dk + columns, along)
+    along_k = total("states") + total("key")
+    _write_out(x, dq, dk + columns, (total("query"), along_k + _part(x, 1, "rows") if x.delta else along_k))
     (batch, chunk, head), rows = x.place, p.T - x.place[1] * CHUNK
     where = batch, chunk * CHUNK, head
-    if p.options.rule.decay is not None:
+    if x.decay:
 
         @pl.when(w == 0)
         def _():
             linear_tiles.st_global_tokens(x.dg, *where, _decay_gradient(x, total), rows)
 
-    @pl.when(w == 1)
-    def _():
-        erased = total("entered") * jnp.exp2(x.vector("sums")) + _part(x, 1, "erased")
-        linear_tiles.st_global_tokens(x.dbeta, *where, total("value") - x.vector("key_norm") * erased, rows)
+    if x.delta:
+
+        @pl.when(w == 1)
+        def _():
+            erased = total("entered") * jnp.exp2(x.vector("sums")) + _part(x, 1, "erased")
+            linear_tiles.st_global_tokens(x.dbeta, *where, total("value") - x.vector("key_norm") * erased, rows)
 
 
 def _own_tile(x, i, first, columns=_PIECE):
@@ -366,9 +379,11 @@ def _part(x, warpgroup, name):
 
 
 def _decay_gradient(x, total):
-    erased = x.vector("key") * total("entered")
-    at_and_after = total("query") - erased + _part(x, 1, "rows") - total("key")
-    before = total("states") + erased - at_and_after
+    at_and_after, before = total("query") - total("key"), total("states")
+    if x.delta:
+        erased = x.vector("key") * total("entered")
+        at_and_after, before = at_and_after - erased + _part(x, 1, "rows"), before + erased
+    before = before - at_and_after
     x.numbers[0] = before
     x.numbers[1] = at_and_after + x.vector("last") * total("across")
     plgpu.commit_smem()
@@ -409,42 +424,51 @@ def _write_out(x, dq, dk, along):
 # --- host -------------------------------------------------------------------------------------------------------------
 
 
-def launch(plan: Plan, inputs, residuals, dout, dfinal, *, multiprocessors: int, interpret=False) -> Gradients:
-    """The whole backward, from what the forward kept and the cotangents of its results."""
-    prepared = linear_prepare.launch_backward(
-        plan, inputs, residuals.inverse, multiprocessors=multiprocessors, interpret=interpret
-    )
-    dstates, dz, dvalue, dinitial = linear_backward_scan.launch(
-        plan, inputs, prepared, dout, dfinal, interpret=interpret
-    )
+def launch(plan: Plan, inputs, prepared, states, walked, dout, *, multiprocessors: int, interpret=False) -> dict:
+    """Runs the kernel; results by name: dquery and dkey [B, T, N, H], in bfloat16 where N is K and else in float32, and
+    where there is decay and the delta rule dg and dbeta, float32 [B, T, N].
+
+    Args:
+        walked: what `linear_backward_scan` returned.
+    """
+    delta, decay = plan.options.rule.delta, plan.options.rule.decay is not None
+    given = dict(query=inputs.query, key=inputs.key, value=inputs.value, dout=dout, states=states)
+    given |= dict(dstates=walked["dstates"], vectors=prepared.vectors)
+    given |= dict(inverse=prepared.inverse, dz=walked["dz"]) if delta else {}
     rows = (plan.B, plan.T, plan.N)
     wide = jax.ShapeDtypeStruct((*rows, plan.H), plan.dtype if plan.N == plan.K else jnp.float32)
     number = jax.ShapeDtypeStruct(rows, jnp.float32)
-    dquery, dkey, dg, dbeta = kernel(
-        lambda *refs, **allocations: _kernel(plan, *refs, **allocations),
+    results = dict(dquery=wide, dkey=wide) | (dict(dg=number) if decay else {}) | (dict(dbeta=number) if delta else {})
+
+    def body(*refs, **allocations):
+        _kernel(plan, dict(zip((*given, *results), refs, strict=True)), **allocations)
+
+    found = kernel(
+        body,
         name="jattn_linear_backward_chunk",
-        out_type=(wide, wide, number, number),
+        out_type=tuple(results.values()),
         scratch=_scratch(plan),
         grid={"block": min(multiprocessors, _items(plan))},
         warpgroups=_WARPGROUPS,
         interpret=interpret,
         approximate=True,
-    )(inputs.query, inputs.key, inputs.value, dout, dz, residuals.states, dstates, prepared.inverse, prepared.vectors)
-    return Gradients(dquery, dkey, dvalue, dg, dbeta, dinitial)
+    )(*given.values())
+    return dict(zip(results, found, strict=True))
 
 
 def _scratch(plan) -> dict:
-    slabs, count = ptx.slabs(plan.H), _slabs(plan)
+    slabs, count, delta = ptx.slabs(plan.H), _slabs(plan), plan.options.rule.delta
 
     def smem(*leading, rows=CHUNK):
         return plgpu.SMEM((*leading, rows, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
 
     return dict(
-        qk_smem=smem(2, 2, slabs), v_smem=smem(count), dd_smem=smem(2, count), s_smem=smem(count, rows=plan.H),
-        ds_smem=smem(count, rows=plan.H), inverse_smem=smem(2, 1), squares=smem(2, 1),
+        qk_smem=smem(2, 2, slabs), v_smem=smem(count), dd_smem=smem(1 + delta, count),
+        s_smem=smem(count, rows=plan.H), ds_smem=smem(count, rows=plan.H), squares=smem(1 + delta, 1),
         vectors_smem=plgpu.SMEM((2, len(VECTORS), CHUNK), jnp.float32),
         parts=plgpu.SMEM((_WARPGROUPS, len(_PARTS), CHUNK), jnp.float32), numbers=plgpu.SMEM((2, CHUNK), jnp.float32),
-        ready=plgpu.Barrier(num_arrivals=2 * slabs + 2, num_barriers=2),
-        early=plgpu.Barrier(num_arrivals=3 * count), late=plgpu.Barrier(num_arrivals=2 * count),
+        **(dict(inverse_smem=smem(2, 1)) if delta else {}),
+        ready=plgpu.Barrier(num_arrivals=2 * slabs + 1 + delta, num_barriers=2),
+        early=plgpu.Barrier(num_arrivals=(2 + delta) * count), late=plgpu.Barrier(num_arrivals=2 * count),
         meetings=ptx.NamedBarriers(_BARRIERS, 2 * 5, 1),
     )  # fmt: skip

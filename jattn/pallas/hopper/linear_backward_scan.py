@@ -8,7 +8,7 @@ float32 registers; with vectors along rows, for each chunk
     duᵀ = doᵀ A + update ∘ (Dᵀ kᵀ);   dzᵀ = duᵀ M;   Dᵀ ← last · Dᵀ + (query ∘ doᵀ) q − (key ∘ dzᵀ) k
 
 Left operands are in registers, right ones as TMA left them. Written are D, dz and dv = β ∘ dz, and at the end the
-gradient of the initial state.
+gradient of the initial state. Without the delta rule dv = du, and what dz is in is left out.
 
 Pipeline: a thread block has one warpgroup or two, of the same head, and a producer that copies chunks ahead (TMA):
 
@@ -30,10 +30,20 @@ from jax import lax
 
 from jattn._linear import CHUNK
 from jattn.pallas._compat import kernel, pl, plgpu
-from jattn.pallas.hopper import linear_tiles, ptx
+from jattn.pallas.hopper import linear_pieces, linear_tiles, ptx
 from jattn.pallas.hopper.linear_plan import COLUMNS, Plan, copy_rows, key_head
 from jattn.pallas.hopper.linear_prepare import BACKWARD_VECTORS as VECTORS
-from jattn.pallas.hopper.linear_walk import initial_state, place, produce, write_state
+from jattn.pallas.hopper.linear_walk import (
+    chunk_of,
+    columns,
+    copy_columns,
+    initial_state,
+    place,
+    produce,
+    result_shapes,
+    results_of,
+    write_state,
+)
 from jattn.pallas.hopper.lists import i32
 
 _REGISTERS = 240, 24  # of a computing warpgroup's threads, of the producer's
@@ -42,28 +52,28 @@ _SHARED_MEMORY = 226 * 1024
 
 def _kernel(
     plan: Plan,
+    *,
     # inputs (HBM)
     query,  # [B, T, K, H]
     key,  # [B, T, K, H]
     dout,  # [B, T, N, D]
-    inverse,  # M, [B, n, N, 64, 64]
     scores,  # A, [B, n, N, 64, 64]
     vectors,  # float32 [B, n, N, 8, 64]
-    dfinal,  # [B, N, H, D] or [B, N, D, H]
-    # outputs (HBM)
-    dstates,  # D, [B, n, N, H, D]
-    dz,  # [B, T, N, D]
-    dvalue,  # [B, T, N, D]
-    dinitial,  # float32 [B * N, H, D], or [B * N, D, 1, H]
-    *,
+    initial_state=None,  # gradient of the final one, [B, N, H, D] or [B, N, D, H]; of pieces as in `linear_scan`
+    inverse=None,  # M, [B, n, N, 64, 64]; None without the delta rule
+    # outputs (HBM), the first alone with maps
+    state,  # gradient of the initial one, float32 [B * N, H, D], or [B * N, D, 1, H]; maps as in `linear_scan`
+    dstates=None,  # D, [B, n, N, H, D]
+    dvalue=None,  # [B, T, N, D]
+    dz=None,  # [B, T, N, D]; None without the delta rule
     # shared memory, matrices in slabs of 64 columns
     q_smem,  # [stages, slabs of H, 64, 64]
     k_smem,  # [stages, slabs of H, 64, 64]
     do_smem,  # [stages, warpgroups, 64, 64]
-    inverse_smem,  # [stages, 1, 64, 64]
     scores_smem,  # [stages, 1, 64, 64]
     vectors_smem,  # float32 [stages, 8, 64]
-    out_smem,  # [warpgroups, slabs of H + 2, 64, 64]: D, dz and dv on their way out
+    out_smem=None,  # [warpgroups, slabs of H + 1 or 2, 64, 64]: D, dv and dz on their way out
+    inverse_smem=None,  # [stages, 1, 64, 64]
     # barriers
     ready,  # [stages] TMA
     free,  # [stages] every warpgroup is done with the chunk
@@ -71,9 +81,9 @@ def _kernel(
     warpgroup = lax.axis_index("warpgroup")
     x = SimpleNamespace(
         plan=plan, query=query, key=key, dout=dout, inverse=inverse, scores=scores, vectors=vectors,
-        initial_state=dfinal, dstates=dstates, dz=dz, dvalue=dvalue, state=dinitial, q_smem=q_smem, k_smem=k_smem,
+        initial_state=initial_state, dstates=dstates, dz=dz, dvalue=dvalue, state=state, q_smem=q_smem, k_smem=k_smem,
         do_smem=do_smem, inverse_smem=inverse_smem, scores_smem=scores_smem, vectors_smem=vectors_smem,
-        out_smem=out_smem, ready=ready, free=free, warpgroup=warpgroup, **place(plan),
+        out_smem=out_smem, ready=ready, free=free, warpgroup=warpgroup, **place(plan, reverse=True),
     )  # fmt: skip
 
     @pl.when(warpgroup == plan.warpgroups)
@@ -91,14 +101,14 @@ def _kernel(
 # --- producer ---------------------------------------------------------------------------------------------------------
 
 
-def _copy_chunk(x, i, slot):
-    ready, chunk, head = x.ready.at[slot], x.chunks - 1 - i, key_head(x.plan, x.head)
-    place = x.batch, chunk, x.head
+def _copy_chunk(x, chunk, slot):
+    ready, head, at = x.ready.at[slot], key_head(x.plan, x.head), (x.batch, chunk, x.head)
     copy_rows(x.plan, x.key, x.batch, chunk, head, x.k_smem.at[slot], ready)
-    copy_rows(x.plan, x.dout, x.batch, chunk, x.head, x.do_smem.at[slot], ready, x.first)
-    plgpu.copy_gmem_to_smem(x.scores.at[*place], x.scores_smem.at[slot, 0], ready)
-    plgpu.copy_gmem_to_smem(x.vectors.at[*place], x.vectors_smem.at[slot], ready)
-    plgpu.copy_gmem_to_smem(x.inverse.at[*place], x.inverse_smem.at[slot, 0], ready)
+    copy_columns(x, x.dout, x.do_smem.at[slot], chunk, ready)
+    plgpu.copy_gmem_to_smem(x.scores.at[*at], x.scores_smem.at[slot, 0], ready)
+    plgpu.copy_gmem_to_smem(x.vectors.at[*at], x.vectors_smem.at[slot], ready)
+    if x.inverse is not None:
+        plgpu.copy_gmem_to_smem(x.inverse.at[*at], x.inverse_smem.at[slot, 0], ready)
     copy_rows(x.plan, x.query, x.batch, chunk, head, x.q_smem.at[slot], ready)
 
 
@@ -109,30 +119,37 @@ def _consume(x):
     matrix = lambda smem, columns, **how: ptx.matrix(lambda i: smem.at[i], CHUNK, columns, **how)  # noqa: E731
     x.k = matrix(x.k_smem, x.plan.H)
     x.k_rows, x.q_rows = (matrix(smem, x.plan.H, along_rows=True) for smem in (x.k_smem, x.q_smem))
-    x.M, x.A = (matrix(smem, CHUNK, along_rows=True) for smem in (x.inverse_smem, x.scores_smem))
+    x.A = matrix(x.scores_smem, CHUNK, along_rows=True)
+    x.M = None if x.inverse is None else matrix(x.inverse_smem, CHUNK, along_rows=True)
     D = lax.fori_loop(0, x.chunks, lambda i, D: _one_chunk(x, i, D), initial_state(x))
     write_state(x, D)
     plgpu.wait_smem_to_gmem(0)
 
 
 def _one_chunk(x, i, D):
-    """The gradient of the state that enters the i-th chunk from the end; D and dz of the chunk are written."""
-    slot, chunk, dtype = lax.rem(i, i32(x.plan.stages)), x.chunks - 1 - i, x.plan.dtype
+    """The gradient of the state that enters the i-th chunk from the end; but for maps, D and dz of it are written."""
+    slot, chunk, dtype, outputs = lax.rem(i, i32(x.plan.stages)), chunk_of(x, i), x.plan.dtype, not x.plan.maps
     vector = lambda name: linear_tiles.ld_shared_along_rows(x.vectors_smem.at[slot, VECTORS.index(name)])  # noqa: E731
     plgpu.barrier_wait(x.ready.at[slot])
     narrow = D.astype(dtype)
     r = ptx.wgmma_rs_nt(narrow, x.k.at(slot))
-    do = linear_tiles.ldmatrix_trans(x.do_smem.at[slot, pl.ds(x.warpgroup, 1)])
+    do = columns(x, x.do_smem.at[slot])
     du = linear_tiles.wgmma_rs_nn(do, x.A.at(slot))
-    _write_leaving(x, chunk, narrow)
+    if outputs:
+        _write_leaving(x, chunk, narrow)
     r, du = ptx.wgmma_wait_group(0, r, du)
     du = du + vector("update") * r
     D = D * x.vectors_smem[slot, VECTORS.index("last"), 0]  # with a product in flight ptxas would wait for it first
-    dz = linear_tiles.wgmma_rs_nn(du.astype(dtype), x.M.at(slot))
+    if x.inverse is not None:
+        dz = linear_tiles.wgmma_rs_nn(du.astype(dtype), x.M.at(slot))
     D = ptx.wgmma_rs(D, (do.astype(jnp.float32) * vector("query")).astype(dtype), x.q_rows.at(slot))
-    (dz,) = ptx.wgmma_wait_group(1, dz)
-    D = ptx.wgmma_rs(D, (-dz * vector("key")).astype(dtype), x.k_rows.at(slot))
-    _write_columns(x, chunk, dz.astype(dtype), (dz * vector("beta")).astype(dtype))
+    written = (du,)
+    if x.inverse is not None:
+        (dz,) = ptx.wgmma_wait_group(1, dz)
+        D = ptx.wgmma_rs(D, (-dz * vector("key")).astype(dtype), x.k_rows.at(slot))
+        written = dz * vector("beta"), dz
+    if outputs:
+        _write_columns(x, chunk, *(part.astype(dtype) for part in written))
     (D,) = ptx.wgmma_wait_group(0, D)
     plgpu.barrier_arrive(x.free.at[slot])
     return D
@@ -151,43 +168,56 @@ def _write_leaving(x, chunk, narrow):
 
 
 def _write_columns(x, chunk, *columns):
-    """dz and dv, from their transposes; nothing past the last token."""
+    """dv and dz, from their transposes; nothing past the last token."""
     smem, slabs = x.out_smem.at[x.warpgroup], ptx.slabs(x.plan.H)
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
     for i, part in enumerate(columns):
         linear_tiles.stmatrix_trans(part, smem.at[pl.ds(slabs + i, 1)])
     plgpu.commit_smem()
-    for i, array in enumerate((x.dz, x.dvalue)):
-        rows = array.at[x.batch, pl.ds(chunk * CHUNK, CHUNK), x.head]
-        plgpu.copy_smem_to_gmem(smem.at[slabs + i], rows.at[:, pl.ds(x.column, COLUMNS)], commit_group=i == 1)
+    for i, array in enumerate((x.dvalue, x.dz)[: len(columns)]):
+        rows = array.at[x.batch, pl.ds(chunk * CHUNK, CHUNK), x.head, pl.ds(x.column, COLUMNS)]
+        plgpu.copy_smem_to_gmem(smem.at[slabs + i], rows, commit_group=i == len(columns) - 1)
 
 
 # --- host -------------------------------------------------------------------------------------------------------------
 
 
-def launch(plan: Plan, inputs, prepared, dout, dfinal, *, interpret=False):
-    """Runs the kernel: `(D [B, n, N, H, D], dz [B, T, N, D], dv [B, T, N, D], gradient of the initial state)`, the last
-    in float32 and in the call's layout, as `dfinal` is."""
-    plan = dataclasses.replace(plan, stages=_stages(plan), piece=None)
-    heads, by_keys = plan.B * plan.N, plan.options.state_layout == "kv"
-    shape = (heads, plan.H, plan.D) if by_keys else (heads, plan.D, 1, plan.H)
-    tokens = jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.D), plan.dtype)
-    dstates, dz, dvalue, dinitial = kernel(
-        lambda *refs, **allocations: _kernel(plan, *refs, **allocations),
-        name="jattn_linear_backward_scan",
-        out_type=(
-            jax.ShapeDtypeStruct((plan.B, plan.chunks, plan.N, plan.H, plan.D), plan.dtype),
-            tokens,
-            tokens,
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-        ),
+def launch(plan: Plan, inputs, prepared, dout, dfinal, *, multiprocessors: int, interpret=False) -> dict:
+    """Runs the kernel; results by name: dstates (D) [B, n, N, H, D], dvalue and with the delta rule dz [B, T, N, D],
+    and dinitial, the gradient of the initial state, in float32 and in the call's layout, as `dfinal` is."""
+    given = dict(query=inputs.query, key=inputs.key, dout=dout, scores=prepared.scores, vectors=prepared.vectors)
+    given |= dict(inverse=prepared.inverse) if plan.options.rule.delta else {}
+    return linear_pieces.in_pieces(
+        lambda plan, state: _walk(plan, given | ({} if state is None else dict(initial_state=state)), interpret), plan,
+        dfinal, multiprocessors=multiprocessors, reverse=True, interpret=interpret,
+    )  # fmt: skip
+
+
+def _walk(plan, given, interpret):
+    plan = dataclasses.replace(plan, save=False, stages=_stages(plan))
+    results = dict(state=result_shapes(plan)["state"])
+    if not plan.maps:
+        states = jax.ShapeDtypeStruct((plan.B, plan.chunks, plan.N, plan.H, plan.D), plan.dtype)
+        tokens = jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.D), plan.dtype)
+        results |= dict(dstates=states, dvalue=tokens) | (dict(dz=tokens) if plan.options.rule.delta else {})
+
+    def body(*refs, **allocations):
+        _kernel(plan, **dict(zip((*given, *results), refs, strict=True)), **allocations)
+
+    found = kernel(
+        body,
+        name="jattn_linear_backward_maps" if plan.maps else "jattn_linear_backward_scan",
+        out_type=tuple(results.values()),
         scratch=_scratch(plan),
         grid={"block": plan.blocks},
         warpgroups=plan.warpgroups + 1,
         interpret=interpret,
         approximate=False,
-    )(inputs.query, inputs.key, dout, prepared.inverse, prepared.scores, prepared.vectors, dfinal)
-    return dstates, dz, dvalue, dinitial.reshape(plan.B, plan.N, *((plan.H, plan.D) if by_keys else (plan.D, plan.H)))
+    )(*given.values())
+    if plan.maps:
+        return results_of(plan, found)
+    found = dict(zip(results, found, strict=True))
+    return found | dict(dinitial=results_of(plan, (None, found.pop("state")))[1])
 
 
 def _stages(plan) -> int:
@@ -198,16 +228,16 @@ def _stages(plan) -> int:
 
 
 def _scratch(plan) -> dict:
-    stages, slabs = plan.stages, ptx.slabs(plan.H)
+    stages, slabs, delta = plan.stages, ptx.slabs(plan.H), plan.options.rule.delta
 
     def smem(*leading):
         return plgpu.SMEM((*leading, CHUNK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
 
     return dict(
         q_smem=smem(stages, slabs), k_smem=smem(stages, slabs), do_smem=smem(stages, plan.warpgroups),
-        inverse_smem=smem(stages, 1), scores_smem=smem(stages, 1),
-        vectors_smem=plgpu.SMEM((stages, len(VECTORS), CHUNK), jnp.float32),
-        out_smem=smem(plan.warpgroups, slabs + 2),
-        ready=plgpu.Barrier(num_arrivals=2 * slabs + plan.warpgroups + 3, num_barriers=stages),
+        scores_smem=smem(stages, 1), vectors_smem=plgpu.SMEM((stages, len(VECTORS), CHUNK), jnp.float32),
+        **(dict(inverse_smem=smem(stages, 1)) if delta else {}),
+        **({} if plan.maps else dict(out_smem=smem(plan.warpgroups, slabs + 1 + delta))),
+        ready=plgpu.Barrier(num_arrivals=2 * slabs + plan.warpgroups + 2 + delta, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=stages),
     )  # fmt: skip

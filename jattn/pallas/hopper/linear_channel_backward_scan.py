@@ -28,11 +28,14 @@ from jax import lax
 
 from jattn._linear import CHUNK
 from jattn.pallas._compat import kernel, pl, plgpu
-from jattn.pallas.hopper import linear_tiles, ptx
+from jattn.pallas.hopper import linear_pieces, ptx
 from jattn.pallas.hopper.linear_channel_plan import Prepared
 from jattn.pallas.hopper.linear_channel_tiles import times_along_rows
-from jattn.pallas.hopper.linear_plan import COLUMNS, Plan, copy_rows
+from jattn.pallas.hopper.linear_plan import COLUMNS, Plan
 from jattn.pallas.hopper.linear_walk import (
+    chunk_of,
+    columns,
+    copy_columns,
     initial_state,
     place,
     produce,
@@ -51,29 +54,29 @@ _STAGES = 2  # chunks that are copied ahead
 
 def _kernel(
     plan: Plan,
+    *,
     # inputs (HBM)
     dout,  # [B, T, N, D]
     prepared,  # `Prepared`
-    dfinal,  # float32 [B, N, H, D] or [B, N, D, H]: gradient of the final state
-    # outputs (HBM)
-    dz,  # [B, T, N, D]
-    dinitial,  # float32 [B * N, H, D], or [B * N, D, 1, H]
-    dstates,  # D, [B, n, N, H, D]: gradients of the states that leave each chunk
-    *,
+    initial_state=None,  # gradient of the final one, [B, N, H, D] or [B, N, D, H]; of pieces as in `linear_scan`
+    # outputs (HBM), the first alone with maps
+    state,  # gradient of the initial one, float32 [B * N, H, D], or [B * N, D, 1, H]; maps as in `linear_scan`
+    out=None,  # dz, [B, T, N, D]
+    states=None,  # D, [B, n, N, H, D]: gradients of the states that leave each chunk
     # shared memory, matrices in slabs of 64 columns
     do_smem,  # [stages, warpgroups, 64, 64]
     matrices,  # `Prepared`, each [stages, slabs or 1, 64, 64]; the vector float32 [stages, ·]
-    out_smem,  # [warpgroups, 1, 64, 64]
-    states_smem,  # [warpgroups, slabs of H, 64, 64]
+    out_smem=None,  # [warpgroups, 1, 64, 64]
+    states_smem=None,  # [warpgroups, slabs of H, 64, 64]
     # barriers
     ready,  # [stages] TMA
     free,  # [stages] every warpgroup is done with the chunk
 ):
     warpgroup = lax.axis_index("warpgroup")
     x = SimpleNamespace(
-        plan=plan, dout=dout, prepared=prepared, initial_state=dfinal, out=dz, state=dinitial, states=dstates,
+        plan=plan, dout=dout, prepared=prepared, initial_state=initial_state, out=out, state=state, states=states,
         states_smem=states_smem, do_smem=do_smem, matrices=matrices, out_smem=out_smem, ready=ready, free=free,
-        warpgroup=warpgroup, **place(plan),
+        warpgroup=warpgroup, **place(plan, reverse=True),
     )  # fmt: skip
 
     @pl.when(warpgroup == plan.warpgroups)
@@ -91,10 +94,9 @@ def _kernel(
 # --- producer ---------------------------------------------------------------------------------------------------------
 
 
-def _copy_chunk(x, i, slot):
-    chunk = x.chunks - 1 - i
+def _copy_chunk(x, chunk, slot):
     ready, at, given, smem = x.ready.at[slot], (x.batch, chunk, x.head), x.prepared, x.matrices
-    copy_rows(x.plan, x.dout, x.batch, chunk, x.head, x.do_smem.at[slot], ready, x.first)
+    copy_columns(x, x.dout, x.do_smem.at[slot], chunk, ready)
     plgpu.copy_gmem_to_smem(given.scores.at[at], smem.scores.at[slot, 0], ready)
     for array, room in ((given.update, smem.update), (given.query, smem.query), (given.erase, smem.erase)):
         if array is not None:
@@ -122,11 +124,11 @@ def _consume(x):
 
 def _one_chunk(x, i, D):
     """The gradient of the state that enters the i-th chunk from the end."""
-    slot, chunk, dtype = lax.rem(i, i32(x.plan.stages)), x.chunks - 1 - i, x.plan.dtype
+    slot, chunk, dtype = lax.rem(i, i32(x.plan.stages)), chunk_of(x, i), x.plan.dtype
     vector = x.matrices.vector.at[slot]
     plgpu.barrier_wait(x.ready.at[slot])
     narrow = D.astype(dtype)
-    do = linear_tiles.ldmatrix_trans(x.do_smem.at[slot, pl.ds(x.warpgroup, 1)])
+    do = columns(x, x.do_smem.at[slot])
     du = ptx.wgmma_rs(ptx.wgmma_rs_nt(narrow, x.update.at(slot)), do, x.A.at(slot))
     write_entering(x, chunk, narrow)
     (du,) = ptx.wgmma_wait_group(0, du)
@@ -140,7 +142,8 @@ def _one_chunk(x, i, D):
         D, written = ptx.wgmma_rs(D, erased, x.erase.at(slot)), dz.astype(dtype)
     else:
         D = ptx.wgmma_rs(D, do, x.query.at(slot))
-    write_out(x, chunk, written)  # while the tensor core is at D
+    if not x.plan.maps:
+        write_out(x, chunk, written)  # while the tensor core is at D
     (D,) = ptx.wgmma_wait_group(0, D)
     plgpu.barrier_arrive(x.free.at[slot])
     return D
@@ -149,26 +152,35 @@ def _one_chunk(x, i, D):
 # --- host -------------------------------------------------------------------------------------------------------------
 
 
-def launch(plan: Plan, prepared, dout, dfinal, *, interpret=False):
+def launch(plan: Plan, prepared, dout, dfinal, *, multiprocessors: int, interpret=False):
     """Runs the kernel: `(dz [B, T, N, D], dinitial float32 [B, N, H, D] or [B, N, D, H], dstates [B, n, N, H, D])`."""
-    plan, given = dataclasses.replace(plan, save=True, piece=None, stages=_STAGES), prepared.all
+    return linear_pieces.in_pieces(
+        lambda plan, state: _walk(plan, prepared.all, dout, state, interpret), plan, dfinal,
+        multiprocessors=multiprocessors, reverse=True, interpret=interpret,
+    )  # fmt: skip
 
-    def body(dout, *refs, **allocations):
+
+def _walk(plan, given, dout, state, interpret):
+    plan = dataclasses.replace(plan, save=not plan.maps, stages=_STAGES)
+    others = dict(dout=dout) | ({} if state is None else dict(initial_state=state))
+    results = result_shapes(plan)
+
+    def body(*refs, **allocations):
         mine, rest = Prepared(*refs[: len(given)]), refs[len(given) :]
         smem = Prepared(*(allocations.pop(f"matrix{i}") for i in range(len(given))))
-        _kernel(plan, dout, mine, *rest, matrices=smem, **allocations)
+        rest = dict(zip((*others, *results), rest, strict=True))
+        _kernel(plan, prepared=mine, matrices=smem, **rest, **allocations)
 
-    shapes = result_shapes(plan)
     found = kernel(
         body,
-        name="jattn_linear_channel_backward_scan",
-        out_type=tuple(shapes[name] for name in ("out", "state", "states")),
+        name="jattn_linear_channel_backward_maps" if plan.maps else "jattn_linear_channel_backward_scan",
+        out_type=tuple(results.values()),
         scratch=_scratch(plan, given),
         grid={"block": plan.blocks},
         warpgroups=plan.warpgroups + 1,
         interpret=interpret,
         approximate=False,
-    )(dout, *given, dfinal)
+    )(*given, *others.values())
     return results_of(plan, found)
 
 
@@ -184,7 +196,8 @@ def _scratch(plan, given) -> dict:
         rooms[f"matrix{i}"] = plgpu.SMEM((stages, *array.shape[3:]), "float32") if is_vector else smem(stages, slabs)
         copies += slabs
     return rooms | dict(
-        do_smem=smem(stages, plan.warpgroups), out_smem=smem(plan.warpgroups, 1), **states_smem(plan),
+        do_smem=smem(stages, plan.warpgroups), **states_smem(plan),
+        **({} if plan.maps else dict(out_smem=smem(plan.warpgroups, 1))),
         ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=stages),
     )  # fmt: skip

@@ -33,14 +33,15 @@ from jattn.pallas.hopper.linear_channel_plan import Prepared
 from jattn.pallas.hopper.linear_channel_tiles import times_along_rows
 from jattn.pallas.hopper.linear_plan import COLUMNS, Plan
 from jattn.pallas.hopper.linear_walk import (
-    copy_values,
+    chunk_of,
+    columns,
+    copy_columns,
     initial_state,
     place,
     produce,
     result_shapes,
     results_of,
     states_smem,
-    values,
     write_entering,
     write_out,
     write_state,
@@ -94,7 +95,7 @@ def _kernel(
 
 def _copy_chunk(x, chunk, slot):
     ready, at, given, smem = x.ready.at[slot], (x.batch, chunk, x.head), x.prepared, x.matrices
-    copy_values(x, chunk, slot)
+    copy_columns(x, x.value, x.v_smem.at[slot], chunk, ready)
     for array, room in ((given.erase, smem.erase), (given.query, smem.query), (given.update, smem.update)):
         if array is not None:
             for slab in range(ptx.slabs(x.plan.H)):
@@ -127,12 +128,12 @@ def _one_chunk(x, i, S):
     slot, dtype, outputs = lax.rem(i, i32(x.plan.stages)), x.plan.dtype, not x.plan.maps
     plgpu.barrier_wait(x.ready.at[slot])
     narrow, o = S.astype(dtype), ()
-    u = values(x, slot)
+    u = columns(x, x.v_smem.at[slot])
     if x.plan.options.rule.delta:
         z = ptx.wgmma_rs_nt(narrow, x.erase.at(slot), u.astype(jnp.float32))
     if outputs:
         o = (ptx.wgmma_rs_nt(narrow, x.query.at(slot)),)
-        write_entering(x, x.begin + i, narrow)
+        write_entering(x, chunk_of(x, i), narrow)
     if x.plan.options.rule.delta:
         (z,) = ptx.wgmma_wait_group(len(o), z)
         z = times_along_rows(z, x.matrices.vector.at[slot, pl.ds(x.plan.H, CHUNK)])
@@ -146,7 +147,7 @@ def _one_chunk(x, i, S):
     S, *o = ptx.wgmma_wait_group(0, S, *o)
     plgpu.barrier_arrive(x.free.at[slot])
     if outputs:
-        write_out(x, x.begin + i, o[0].astype(dtype))
+        write_out(x, chunk_of(x, i), o[0].astype(dtype))
     return S
 
 

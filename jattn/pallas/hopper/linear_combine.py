@@ -1,5 +1,5 @@
-"""The states that enter the pieces of a sequence, on compute capability 9.0: between the two launches of `linear_scan` or
-`linear_channel_scan` over pieces. With the maps of the first launch, one after another,
+"""The states that enter the pieces of a sequence, on compute capability 9.0: between the two launches of a scan over
+pieces (see `linear_pieces`). With the maps of the first launch, one after another,
 
     S ← M S + S_own
 
@@ -7,9 +7,10 @@ in float32: both M and S are split into two of bfloat16, and of the four product
 is left out. A thread block has 32 columns of one head's S, a warpgroup 64 rows of them in registers; M comes from HBM
 into registers as the left operand, and S, the right one, is handed on through shared memory:
 
-    a warpgroup    M and S_own of the next piece → registers | three products | S → HBM, shared memory | all have written
+    a warpgroup    M, S_own of the next piece → registers | three products | S → HBM, shared memory | meet
 
-Floor: a thread block reads 80 KB a piece, some 0.7 µs from L2, and multiplies for as long. Prediction: 1.2 µs a piece.
+Floor: a thread block reads 80 KB a piece, some 0.7 µs from L2, and multiplies for as long. Measured on an H200: 3.1 µs
+a piece while ptxas had put the loads between the last products; since they come before the first one, 1.8 predicted.
 """
 
 import jax
@@ -52,23 +53,21 @@ def _kernel(
         i = jnp.minimum(i, steps - 1)
         index = (batch * steps + (steps - 1 - i if reverse else i)) * plan.N + head
         own = linear_tiles.ld_global_tile(maps, index, column, rows, COLUMNS, transposed=True)
-        if reverse:
-            return own, linear_tiles.ld_global_tile(maps, index, plan.D + rows, i32(0), plan.H)
         return own, linear_tiles.ld_global_tile(maps, index, i32(plan.D), rows, plan.H, transposed=True)
 
     def write(i, S):
-        """S on the way after i maps; its upper and lower bits for the products that follow."""
-        piece = steps - i if reverse else i
-        memory.st_global(entering, ((batch * plan.pieces + piece) * plan.N + head, rows, i32(0)), S, i32(_ROWS), column)
+        """S after i maps; its upper and lower bits for the products that follow."""
         for half, part in enumerate(linear_tiles.split(S)):
             memory.stmatrix(part, right.at[lax.rem(i, i32(2)), half, :, pl.ds(rows, _ROWS)], 0)
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # which waits for all that is on its way
         plgpu.barrier_arrive(written)
-        plgpu.barrier_wait(written)
+        piece = steps - i if reverse else i
+        memory.st_global(entering, ((batch * plan.pieces + piece) * plan.N + head, rows, i32(0)), S, i32(_ROWS), column)
 
     def step(i, given):
         own, (high, low) = given[0], linear_tiles.split(given[1])
-        following, slot = load(i + 1), lax.rem(i, i32(2))
+        following, slot = load(i + 1), lax.rem(i, i32(2))  # behind the wait ptxas would load between products
+        plgpu.barrier_wait(written)
         products = (
             ptx.wgmma_rs(own, high, upper.at(slot)),
             ptx.wgmma_rs(ptx.zeros(COLUMNS), high, lower.at(slot)),
@@ -88,6 +87,7 @@ def _kernel(
     write(i32(0), S)
     # Traced: the index of a loop over a constant number is int64 in 64-bit mode.
     lax.fori_loop(0, jnp.minimum(batch, 0) + steps, step, given)
+    plgpu.barrier_wait(written)
 
 
 def launch(plan, maps, state, *, reverse: bool = False, interpret=False):
@@ -97,8 +97,8 @@ def launch(plan, maps, state, *, reverse: bool = False, interpret=False):
         plan: a `linear_plan.Plan` with at least two pieces.
         maps: what the scan returns with plan.maps, of all pieces but the last.
         state: what enters the first piece, in the layout of the plan's options; None is 0.
-        reverse: from the last piece to the first, with Mᵀ for M: maps are those of all pieces but the first, `state` is
-            what leaves the last, as a gradient does, and the results are what leaves each piece.
+        reverse: from the last piece to the first, as a backward goes: maps are those of all pieces but the first,
+            `state` is what leaves the last, and the results are what leaves each piece.
     """
     given = [maps] if state is None else [maps, state]
 

@@ -1,5 +1,6 @@
 """The first of two kernels of the gated delta rule on compute capability 9.0: what chunks of 64 tokens need that do not
-know of one another. `linear_scan` is the second.
+know of one another. `linear_scan` is the second. Without the delta rule there is no inverse; a backward knows M, and
+takes A and more vectors again.
 
 With running sums G of the log decays, Γ_ij = exp(G_i − G_j) for j ≤ i, and norms of queries and keys in nq, nk (1
 without qk_l2norm), a chunk of one value head has
@@ -20,7 +21,8 @@ after chunk, and copies the next one's queries and keys (TMA) once it has multip
 Floor: q and k in, M, A and the vectors out: 788 bytes a token and head, at the 4.3 TB/s of a copy 0.048 ms for T = 8192
 and 32 heads, 0.096 ms for twice as many. Prediction: 0.07 and 0.13 ms, of 2400 instructions a warp and chunk, which
 take 0.045 and 0.09 ms if no cycle is lost. Measured on an H200: 0.081 and 0.163 ms; by substitution over all 64 rows,
-without copies ahead and with three warpgroups on a multiprocessor, it was 0.112 and 0.216 ms.
+without copies ahead and with three warpgroups on a multiprocessor, it was 0.112 and 0.216 ms. For a backward 672 bytes
+a token and head are 0.041 and 0.082 ms; prediction: 0.05 and 0.10 ms.
 
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024).
 """
@@ -53,7 +55,7 @@ def _kernel(
     plan: Plan,
     inputs,  # name -> array, those of `Inputs` that there are
     # outputs (HBM)
-    inverse,  # M, [B, n, N, 64, 64]; None for a backward, which has it
+    inverse,  # M, [B, n, N, 64, 64]; None without the delta rule, and for a backward, which has it
     scores,  # A, [B, n, N, 64, 64]
     vectors,  # float32 [B, n, N, 5, 64]; for a backward 8
     *,
@@ -165,9 +167,9 @@ def _gates(x, batch, chunk, head):
     rows = x.plan.T - first
     read = lambda array: linear_tiles.ld_global_tokens(array, batch, first, head, rows)  # noqa: E731
     exists = ptx.row_numbers() < rows
-    beta = jnp.where(exists, gates.activated(options, read(x.beta)), 0.0)
+    beta = jnp.where(exists, gates.activated(options, read(x.beta)), 0.0) if options.rule.delta else None
     if x.g is None:
-        return _same(jnp.float32(0)), beta
+        return 0.0 * exists.astype(jnp.float32), beta  # a constant has a layout that other constants contradict
     A_log, bias = (None if a is None else a[head] for a in (x.A_log, x.dt_bias))
     g = jnp.maximum(gates.log_decay(options, read(x.g), A_log, bias), _LEAST)
     return jnp.where(exists, g * _LOG2E, 0.0), beta
@@ -188,20 +190,21 @@ def _write_vectors(smem, beta, sums, total, query_factor, q_norm, k_norm):
     decayed, rest = jnp.exp2(sums), jnp.exp2(total - sums)
     norm = (lambda a: a) if k_norm is None else (lambda a: a * k_norm)
     values = dict(
-        beta=beta, key=beta * norm(decayed), query=query_factor * decayed, update=norm(rest),
-        last=_same(jnp.exp2(total)), sums=sums,
+        query=query_factor * decayed, update=norm(rest), last=_same(jnp.exp2(total)), sums=sums,
     )  # fmt: skip
-    values |= {name: _same(jnp.float32(1)) if n is None else n for name, n in zip(BACKWARD_VECTORS[-2:], (q_norm, k_norm))}
+    values |= dict.fromkeys(("beta", "key"), sums) if beta is None else dict(beta=beta, key=beta * norm(decayed))
+    norms = dict(query_norm=q_norm, key_norm=k_norm)
+    values |= {name: _same(jnp.float32(1)) if n is None else n for name, n in norms.items()}
     for i, name in enumerate(BACKWARD_VECTORS[: smem.shape[0]]):
         smem[i] = values[name]
 
 
 def launch(plan: Plan, inputs, *, multiprocessors: int, interpret=False) -> Prepared:
-    """Runs the kernel on `Inputs`."""
+    """Runs the kernel on `Inputs`. Without the delta rule there is no inverse."""
     shapes = prepared_shapes(plan)
-    return Prepared(
-        *_launched(plan, inputs, (shapes.inverse, shapes.scores, shapes.vectors), multiprocessors, interpret)
-    )
+    outputs = (shapes.inverse, shapes.scores, shapes.vectors)[not plan.options.rule.delta :]
+    found = _launched(plan, inputs, outputs, multiprocessors, interpret)
+    return Prepared(*((None,) * (3 - len(found))), *found)
 
 
 def launch_backward(plan: Plan, inputs, inverse, *, multiprocessors: int, interpret=False) -> Prepared:

@@ -7,6 +7,8 @@ vectors along rows, for each chunk
 
     z = beta ∘ vᵀ − key ∘ (S kᵀ);   u = z Mᵀ;   o = query ∘ (S qᵀ) + u Aᵀ;   S ← last · S + (update ∘ u) k
 
+and u = vᵀ without the delta rule.
+
 Pipeline: a thread block has one warpgroup or two, of the same head, and a producer that copies chunks ahead (TMA):
 
     producer     kqvMA0 kqvMA1 kqvMA2 | kqvMA3 …        waits for free slots
@@ -30,14 +32,15 @@ from jattn.pallas._compat import kernel, pl, plgpu
 from jattn.pallas.hopper import linear_tiles, ptx
 from jattn.pallas.hopper.linear_plan import COLUMNS, VECTORS, Plan, copy_rows, key_head
 from jattn.pallas.hopper.linear_walk import (
-    copy_values,
+    chunk_of,
+    columns,
+    copy_columns,
     initial_state,
     place,
     produce,
     result_shapes,
     results_of,
     states_smem,
-    values,
     write_entering,
     write_out,
     write_state,
@@ -53,10 +56,10 @@ def _kernel(
     # inputs (HBM); maps have neither queries, scores nor a state
     key,  # [B, T, K, H]
     value,  # [B, T, N, D]
-    inverse,  # M, [B, n, N, 64, 64]
     vectors,  # float32 [B, n, N, 5, 64]
     query=None,  # [B, T, K, H]
     scores=None,  # A, [B, n, N, 64, 64]
+    inverse=None,  # M, [B, n, N, 64, 64]; None without the delta rule
     initial_state=None,  # [B, N, H, D] or [B, N, D, H], or None; of pieces float32 [B * pieces * N, H, D]
     # outputs (HBM)
     state,  # float32 [B * N, H, D], or [B * N, D, 1, H]; maps [B * (pieces - 1) * N, D + H, 1, H]
@@ -65,8 +68,8 @@ def _kernel(
     # shared memory, matrices in slabs of 64 columns; maps need no room for queries, scores and outputs
     k_smem,  # [stages, slabs of H, 64, 64]
     v_smem,  # [stages, warpgroups, 64, 64]
-    inverse_smem,  # [stages, 1, 64, 64]
     vectors_smem,  # float32 [stages, 5, 64]
+    inverse_smem=None,  # [stages, 1, 64, 64]
     q_smem=None,  # [stages, slabs of H, 64, 64]
     scores_smem=None,  # [stages, 1, 64, 64]
     out_smem=None,  # [warpgroups, 1, 64, 64]
@@ -103,8 +106,9 @@ def _copy_chunk(x, chunk, slot):
     head = key_head(x.plan, x.head)
     copy_rows(x.plan, x.key, x.batch, chunk, head, x.k_smem.at[slot], ready)
     plgpu.copy_gmem_to_smem(x.vectors.at[*at], x.vectors_smem.at[slot], ready)
-    plgpu.copy_gmem_to_smem(x.inverse.at[*at], x.inverse_smem.at[slot, 0], ready)
-    copy_values(x, chunk, slot)
+    if x.inverse is not None:
+        plgpu.copy_gmem_to_smem(x.inverse.at[*at], x.inverse_smem.at[slot, 0], ready)
+    copy_columns(x, x.value, x.v_smem.at[slot], chunk, ready)
     if not x.plan.maps:
         copy_rows(x.plan, x.query, x.batch, chunk, head, x.q_smem.at[slot], ready)
         plgpu.copy_gmem_to_smem(x.scores.at[*at], x.scores_smem.at[slot, 0], ready)
@@ -117,7 +121,7 @@ def _consume(x):
     H, maps = x.plan.H, x.plan.maps
     operand = lambda m, n, **how: ptx.matrix(lambda i: m.at[i], CHUNK, n, **how)  # noqa: E731
     x.k, x.k_rows = operand(x.k_smem, H), operand(x.k_smem, H, along_rows=True)
-    x.M = operand(x.inverse_smem, CHUNK)
+    x.M = None if x.inverse is None else operand(x.inverse_smem, CHUNK)
     x.q, x.A = (None, None) if maps else (operand(x.q_smem, H), operand(x.scores_smem, CHUNK))
     S = lax.fori_loop(0, x.chunks, lambda i, S: _one_chunk(x, i, S), initial_state(x))
     write_state(x, S)
@@ -130,17 +134,19 @@ def _one_chunk(x, i, S):
     vector = lambda name: linear_tiles.ld_shared_along_rows(x.vectors_smem.at[slot, VECTORS.index(name)])  # noqa: E731
     plgpu.barrier_wait(x.ready.at[slot])
     narrow = S.astype(dtype)
-    r = ptx.wgmma_rs_nt(narrow, x.k.at(slot))
+    if x.inverse is not None:
+        r = ptx.wgmma_rs_nt(narrow, x.k.at(slot))
     if outputs:
         o = ptx.wgmma_rs_nt(narrow, x.q.at(slot))
-        write_entering(x, x.begin + i, narrow)
-    v = values(x, slot).astype(jnp.float32)
-    (r,) = ptx.wgmma_wait_group(int(outputs), r)
-    z = vector("beta") * v - vector("key") * r
-    u = ptx.wgmma_rs_nt(z.astype(dtype), x.M.at(slot))
+        write_entering(x, chunk_of(x, i), narrow)
+    u = columns(x, x.v_smem.at[slot]).astype(jnp.float32)
+    if x.inverse is not None:
+        (r,) = ptx.wgmma_wait_group(int(outputs), r)
+        z = vector("beta") * u - vector("key") * r
+        u = ptx.wgmma_rs_nt(z.astype(dtype), x.M.at(slot))
     if outputs:
         o, u = ptx.wgmma_wait_group(0, o, u)
-    else:
+    elif x.inverse is not None:
         (u,) = ptx.wgmma_wait_group(0, u)
     S = S * x.vectors_smem[slot, VECTORS.index("last"), 0]  # with a product in flight ptxas would wait for it first
     if outputs:
@@ -148,7 +154,7 @@ def _one_chunk(x, i, S):
     S = ptx.wgmma_rs(S, (u * vector("update")).astype(dtype), x.k_rows.at(slot))
     if outputs:
         (o,) = ptx.wgmma_wait_group(1, o)
-        write_out(x, x.begin + i, o.astype(dtype))  # while the tensor core is at S
+        write_out(x, chunk_of(x, i), o.astype(dtype))  # while the tensor core is at S
     (S,) = ptx.wgmma_wait_group(0, S)
     plgpu.barrier_arrive(x.free.at[slot])
     return S
@@ -164,7 +170,8 @@ def launch(plan: Plan, inputs, prepared, *, interpret=False):
     Args:
         inputs: with pieces, its initial_state is what enters each of them, as `linear_combine` returns it.
     """
-    given = dict(key=inputs.key, value=inputs.value, inverse=prepared.inverse, vectors=prepared.vectors)
+    given = dict(key=inputs.key, value=inputs.value, vectors=prepared.vectors)
+    given |= {} if prepared.inverse is None else dict(inverse=prepared.inverse)
     if not plan.maps:
         given |= dict(query=inputs.query, scores=prepared.scores)
         given |= {} if inputs.initial_state is None else dict(initial_state=inputs.initial_state)
@@ -187,15 +194,18 @@ def launch(plan: Plan, inputs, prepared, *, interpret=False):
 
 
 def _scratch(plan) -> dict:
-    stages, slabs, copies = plan.stages, ptx.slabs(plan.H), plan.warpgroups + 2
+    stages, slabs, copies = plan.stages, ptx.slabs(plan.H), plan.warpgroups + 1
 
     def smem(*leading):
         return plgpu.SMEM((*leading, CHUNK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
 
     rooms = dict(
-        k_smem=smem(stages, slabs), v_smem=smem(stages, plan.warpgroups), inverse_smem=smem(stages, 1),
+        k_smem=smem(stages, slabs), v_smem=smem(stages, plan.warpgroups),
         vectors_smem=plgpu.SMEM((stages, len(VECTORS), CHUNK), jnp.float32),
     )  # fmt: skip
+    if plan.options.rule.delta:
+        rooms["inverse_smem"] = smem(stages, 1)
+        copies += 1
     if not plan.maps:
         rooms |= dict(q_smem=smem(stages, slabs), scores_smem=smem(stages, 1), out_smem=smem(plan.warpgroups, 1))
         copies += slabs + 1

@@ -14,28 +14,35 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn._linear import CHUNK
-from jattn.pallas._compat import pl, plgpu
+from jattn.pallas._compat import interpreting, pl, plgpu
 from jattn.pallas.hopper import linear_tiles, memory, ptx
 from jattn.pallas.hopper.linear_plan import COLUMNS, copy_rows, saved_states
 from jattn.pallas.hopper.lists import i32
 
 
-def place(plan) -> dict:
-    """What a thread block walks over: its head and first column, the piece and its first chunk, and how many there
-    are."""
+def place(plan, *, reverse: bool = False) -> dict:
+    """What a thread block walks over: its head and first column, the piece and its first chunk, and how many there are.
+
+    Args:
+        reverse: from the last chunk to the first, as a backward does, which asks for no map of the first piece.
+    """
     block = lax.axis_index("block")
     part, rest = lax.rem(block, i32(plan.parts)), lax.div(block, i32(plan.parts))
     head, rest = lax.rem(rest, i32(plan.N)), lax.div(rest, i32(plan.N))
-    found = dict(first=part * (COLUMNS * plan.warpgroups), head=head)
-    if plan.walked == 1:
-        # Traced: the index of a loop over a constant number is int64 in 64-bit mode.
-        count = plan.chunks if not plan.maps else plan.piece
-        return found | dict(batch=rest, piece=i32(0), begin=i32(0), chunks=jnp.minimum(rest, 0) + count)
-    piece, batch = lax.rem(rest, i32(plan.walked)), lax.div(rest, i32(plan.walked))
-    begin = piece * plan.piece
-    return found | dict(
-        batch=batch, piece=piece, begin=begin, chunks=jnp.minimum(i32(plan.piece), i32(plan.chunks) - begin)
-    )
+    walked, batch = lax.rem(rest, i32(plan.walked)), lax.div(rest, i32(plan.walked))
+    piece = walked + int(plan.maps and reverse)
+    begin = i32(0) if plan.pieces == 1 else piece * plan.piece
+    # Traced in any case: the index of a loop over a constant number is int64 in 64-bit mode.
+    length = jnp.minimum(batch, 0) + min(plan.piece or plan.chunks, plan.chunks)
+    return dict(
+        first=part * (COLUMNS * plan.warpgroups), head=head, batch=batch, piece=piece, begin=begin, reverse=reverse,
+        chunks=jnp.minimum(length, i32(plan.chunks) - begin),
+    )  # fmt: skip
+
+
+def chunk_of(x, i):
+    """The i-th that is walked over."""
+    return x.begin + (x.chunks - 1 - i if x.reverse else i)
 
 
 def produce(x, copy_chunk):
@@ -45,7 +52,7 @@ def produce(x, copy_chunk):
     def one_chunk(i, _):
         slot = lax.rem(i, i32(stages))
         pl.when(i >= stages)(lambda: plgpu.barrier_wait(x.free.at[slot]))
-        copy_chunk(x, x.begin + i, slot)
+        copy_chunk(x, chunk_of(x, i), slot)
 
     lax.fori_loop(0, x.chunks, one_chunk, None)
     # Every phase is waited for before the thread block ends.
@@ -53,24 +60,27 @@ def produce(x, copy_chunk):
     lax.fori_loop(jnp.maximum(x.chunks - stages, 0), x.chunks, last, None)
 
 
-def copy_values(x, chunk, slot):
-    """The columns of v; where these are of the unit matrix there are none, and the producer arrives in their place."""
-    smem, ready = x.v_smem.at[slot], x.ready.at[slot]
+def copy_columns(x, array, smem, chunk, ready):
+    """The thread block's columns of `array [B, T, N, D]` to `smem [warpgroups, 64, 64]`; where these are of the unit
+    matrix there are none, and the producer arrives in their place."""
     if not x.plan.maps:
-        return copy_rows(x.plan, x.value, x.batch, chunk, x.head, smem, ready, x.first)
+        return copy_rows(x.plan, array, x.batch, chunk, x.head, smem, ready, x.first)
     for w in range(x.plan.warpgroups):
         column, own = x.first + w * COLUMNS, smem.at[pl.ds(w, 1)]
-        copy = functools.partial(copy_rows, x.plan, x.value, x.batch, chunk, x.head, own, ready, column)
+        copy = functools.partial(copy_rows, x.plan, array, x.batch, chunk, x.head, own, ready, column)
         pl.when(column < x.plan.D)(copy)
         pl.when(column >= x.plan.D)(lambda: plgpu.barrier_arrive(ready))
 
 
-def values(x, slot):
-    """The warpgroup's columns of v, transposed `[64, 64]`."""
-    v = linear_tiles.ldmatrix_trans(x.v_smem.at[slot, pl.ds(x.warpgroup, 1)])
+def columns(x, smem):
+    """The warpgroup's of `smem [warpgroups, 64, 64]`, transposed; 0 if they are of the unit matrix."""
+    found = linear_tiles.ldmatrix_trans(smem.at[pl.ds(x.warpgroup, 1)])
     if not x.plan.maps:
-        return v
-    return jnp.where(ptx.numbers(x.column, 0, CHUNK) < x.plan.D, v, jnp.bfloat16(0))  # there may be NaN
+        return found
+    exists = ptx.numbers(x.column, 0, CHUNK) < x.plan.D
+    found = jnp.where(exists, found, jnp.bfloat16(0))  # there may be NaN
+    # The CPU has no product of what it fuses with this.
+    return lax.optimization_barrier(found) if interpreting() else found
 
 
 def write_out(x, chunk, o):
@@ -128,12 +138,12 @@ def write_state(x, S):
     """The map, or the final state, from its transpose."""
     plan = x.plan
     if plan.maps:
-        index = (x.batch * plan.walked + x.piece) * plan.N + x.head
+        index = (x.batch * plan.walked + x.piece - int(x.reverse)) * plan.N + x.head
         memory.st_global(x.state, (index, x.column, i32(0)), S, i32(COLUMNS))
     elif plan.pieces == 1:
         _write_final(x, S)
     else:
-        pl.when(x.piece == plan.pieces - 1)(lambda: _write_final(x, S))
+        pl.when(x.piece == (0 if x.reverse else plan.pieces - 1))(lambda: _write_final(x, S))
 
 
 def _write_final(x, S):
