@@ -33,6 +33,7 @@ from jax import lax
 
 from jattn._linear import CHUNK
 from jattn.pallas._compat import kernel, pl, plgpu
+from jattn.pallas.hopper import linear_channel_backward_products as products
 from jattn.pallas.hopper import linear_channel_backward_tiles as own
 from jattn.pallas.hopper import linear_channel_tiles as tiles
 from jattn.pallas.hopper import memory, ptx
@@ -91,7 +92,7 @@ def _kernel(
     x.norms = (None, None)
     if plan.options.qk_l2norm:
         x.norms = tuple(inverse_norms(x))
-    x.diagonal = along_columns(own.diagonal(x.squares[0]), tiles.PIECE)
+    x.diagonal = along_columns(products.diagonal(x.squares[0]), tiles.PIECE)
     x.right = [
         ptx.matrix(lambda _, i=i: rooms.at[i : i + 1], CHUNK, ptx.SLAB, along_rows=True) for i in range(2 + delta)
     ]
@@ -169,18 +170,18 @@ def _one_piece(x, piece, place, carry):
     across = [own.ld_global_tile(x.parts.across, x.tile + i * pieces + piece) for i in range(2 + delta)]
 
     def squares():
-        return [own.ld_own(square) for square in x.squares] + [None] * (not delta)
+        return [products.ld_own(square) for square in x.squares] + [None] * (not delta)
 
     def one_level(i, state):
         bit = lax.shift_right_logical(i32(tiles.LEVELS[0]), _int(i))
-        return own.add_level(state, q, k, sums, own.ld_anchors(x.sums, piece, bit), *known, bit)
+        return products.add_level(state, q, k, sums, products.ld_anchors(x.sums, piece, bit), *known, bit)
 
     if (shift := tiles.shift(x.plan.options)) is None:
         known = squares()
         state = lax.fori_loop(0, len(tiles.LEVELS), one_level, state)
     else:
-        block = lambda _, state: own.add_blocks(state, q, k, sums + jnp.float32(shift), *squares())  # noqa: E731
-        state = lax.fori_loop(i32(0), own.once(), block, state)
+        block = lambda _, state: products.add_blocks(state, q, k, sums + jnp.float32(shift), *squares())  # noqa: E731
+        state = lax.fori_loop(i32(0), products.once(), block, state)
     dq, dk, w, *rest = state
     dq, dk = dq + x.diagonal * k, dk + x.diagonal * q
     dq, dk, w, to_end = _with_states(x, piece, across, q, k, sums, dq, dk, w)
@@ -201,7 +202,7 @@ def _between_blocks(x, piece, place, beta_sums):
     """Gradients of q and k through pairs of tokens of different blocks, and w, of which `add_level` tells."""
     delta, zeros = x.plan.options.rule.delta, ptx.zeros(tiles.PIECE)
     right = [m.columns_from(place * tiles.PIECE, columns=tiles.PIECE) for m in x.right]
-    rows, columns = ([own.ld_blocks(s, transposed=t) for s in x.squares] for t in (False, True))
+    rows, columns = ([products.ld_blocks(s, transposed=t) for s in x.squares] for t in (False, True))
     block_of = lambda a, i: a[:, i * tiles.BLOCK : (i + 1) * tiles.BLOCK]  # noqa: E731
     to_rows, to_columns = [zeros] * len(rows), zeros
     for i in range(3):
@@ -216,7 +217,7 @@ def _between_blocks(x, piece, place, beta_sums):
         if i < 2:  # what is between them decays once more
             decay = tiles.ld_decay_below(x.sums, piece, first + 1)
             to_rows = [to * decay for to in to_rows]
-            to_columns = to_columns * own.ld_decay_above(x.sums, piece, last - 1)
+            to_columns = to_columns * products.ld_decay_above(x.sums, piece, last - 1)
     sums, end = (tiles.ld_sums(x.sums, piece, put=put) for put in (0, tiles.BLOCK - 1))
     dq, *dk = [tiles.decayed(to, sums) for to in to_rows]
     dk = sum(dk, tiles.decayed(to_columns, sums, end))
@@ -225,7 +226,7 @@ def _between_blocks(x, piece, place, beta_sums):
     w = sum(of_rows) - rounded[_END] * to_columns
     if not delta:
         return dq, dk, w
-    return dq, dk, w, own.add_to_sums(beta_sums, of_rows[1])
+    return dq, dk, w, products.add_to_sums(beta_sums, of_rows[1])
 
 
 def _with_states(x, piece, across, q, k, sums, dq, dk, w):
