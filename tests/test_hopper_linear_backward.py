@@ -1,7 +1,6 @@
 """The Hopper kernels of linear attention's backward, for one decay a head or none: emulated, compiled for an H200
 without one, and on a GPU."""
 
-import dataclasses
 import functools
 
 import aot
@@ -83,12 +82,11 @@ def test_one_multiprocessor_is_bit_equal_to_many(capfd):
 def test_a_neighbour_of_nan_changes_nothing(capfd):
     p = make(GATED, B=2, T=66, H=64)
     dout, dfinal = cotangents(p)
+    want = gradients(described(GATED, p), dout, dfinal, capfd)
     for x in (*p.arrays().values(), dout, dfinal):
         x[1] = np.nan
-    whole = gradients(described(GATED, p), dout, dfinal, capfd)
-    alone = dataclasses.replace(p, **{name: x[:1] for name, x in p.arrays().items()})
-    for name, x in gradients(described(GATED, alone), dout[:1], dfinal[:1], capfd).items():
-        np.testing.assert_array_equal(whole[name][:1], x, err_msg=name)
+    for name, x in gradients(described(GATED, p), dout, dfinal, capfd).items():
+        np.testing.assert_array_equal(want[name][:1], x[:1], err_msg=name)
 
 
 # Compiled without a GPU

@@ -137,7 +137,7 @@ def _place(x, item):
 
 def _meet(x, number):
     """What either warpgroup has written is there for both, and their products are done."""
-    plgpu.commit_smem()
+    ptx.fence_async_shared()
     x.meetings.bar_arrive(2 * number + (1 - x.warpgroup))
     x.meetings.bar_sync(2 * number + x.warpgroup)
 
@@ -410,6 +410,7 @@ def _write_out(x, dq, dk, along):
                 memory.st_global(array, start, part, rows, x.warpgroup * x.half + first)
     if p.N != p.K:
         return
+    plgpu.commit_smem()
     _meet(x, _OUT)
     for i, array in enumerate((x.dquery, x.dkey)):
         rows = array.at[batch, pl.ds(chunk * CHUNK, CHUNK), head]
