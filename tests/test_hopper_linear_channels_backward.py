@@ -146,6 +146,7 @@ def test_what_is_forgotten_has_no_gradient(capfd):
 MORE = {
     "wide": ("kda", dict(B=1, T=200, K=32, D=256)),
     "bounded gate, groups": ("kda", dict(B=1, T=100, K=8, gate="bounded", qk_l2norm=True)),
+    "float32 decays": ("kda", dict(B=4, T=512, K=32, qk_l2norm=True)),
 }
 
 
@@ -154,6 +155,8 @@ MORE = {
 def test_compiles_for_an_h200(name):
     op, options = (COMPILED | MORE)[name]
     call = empty_call(op, **{key: x for key, x in options.items() if key != "scale"})
+    if name == "float32 decays":
+        call = dataclasses.replace(call, arrays=dataclasses.replace(call.arrays, g=call.arrays.g.astype("float32")))
     plan = mosaic._plan(call.arrays, call.options, 132, save=True)
     states = jax.ShapeDtypeStruct((plan.B, plan.chunks, plan.N, plan.H, plan.D), BF16)
     squares = jax.ShapeDtypeStruct((plan.B, plan.chunks, plan.N, 64, 64), BF16)
