@@ -146,7 +146,7 @@ def linear_suite(arguments):
 def built(shape, backward, on_gpu):
     """name -> compiled function of the inputs."""
     op = getattr(linear, f"{shape.op}_step" if shape.step else shape.op)
-    functions = {"jattn": functools.partial(op, **shape.options)}
+    functions = {"jattn": functools.partial(op, **shape.options, implementation="mosaic" if on_gpu else None)}
     if on_gpu and shape.op in JLA and not (shape.step or shape.gate):
         functions["jla"] = gpu.attempt("jla", lambda: jla(shape.op))
     return {name: jax.jit(passes(f, backward)) for name, f in functions.items() if f is not None}

@@ -8,6 +8,7 @@ An implementation is a module with
     choose(problem, config) -> config
     forward(arrays, context, options, *, unrounded=False) -> (out, lse, rest)
     why_not_backward(problem) -> str | None        why its backward cannot run this call
+    BACKWARD_WHERE_NAMED: bool                     whether it lends its backward to calls alone that name it
     backward(arrays, context, options, out, lse, rest, dout, dlse) -> gradients
     SUMS: bool                                     whether those of scale, bias and the modifier's arrays are among them
 
@@ -112,7 +113,7 @@ def explain(problem: Problem, implementation: str | None, config) -> Explanation
     if chosen is None:
         return Explanation(problem, None, None, refused)
     picked = module(op, chosen).choose(problem, config)
-    pair = _with_backward(problem, chosen)
+    pair = _with_backward(problem, chosen, implementation is not None)
     return Explanation(problem, chosen, picked, refused, pair, _with_sums(problem, pair))
 
 
@@ -129,11 +130,12 @@ def resolve(problem: Problem, options: Options, implementation: str | None, conf
     elsewhere = None
     if implementation is None and module(problem.op, name).PLATFORM is not None:
         elsewhere = _options(problem, options, _anywhere(problem, name), None)
-    return dataclasses.replace(_options(problem, options, name, config), elsewhere=elsewhere)
+    named = implementation is not None
+    return dataclasses.replace(_options(problem, options, name, config, named), elsewhere=elsewhere)
 
 
-def _options(problem, options, name, config):
-    pair = _with_backward(problem, name)
+def _options(problem, options, name, config, named=False):
+    pair = _with_backward(problem, name, named)
     return dataclasses.replace(
         options, implementation=name, config=module(problem.op, name).choose(problem, config),
         backward=None if pair == name else _options(problem, options, pair, None),
@@ -141,11 +143,12 @@ def _options(problem, options, name, config):
     )
 
 
-def _with_backward(problem, name):
-    """The first implementation from `name` on, and around, whose backward runs this call."""
+def _with_backward(problem, name, named):
+    """The first implementation from `name` on, and around, whose backward runs this call, which may have named it."""
     at = names(problem.op).index(name)
     rest = names(problem.op)[at:] + names(problem.op)[:at]
-    return next((other for other in rest if _why_not_backward(problem, other) is None), name)
+    lent = lambda other: named or not getattr(module(problem.op, other), "BACKWARD_WHERE_NAMED", False)  # noqa: E731
+    return next((other for other in rest if _why_not_backward(problem, other) is None and lent(other)), name)
 
 
 def _with_sums(problem, name):

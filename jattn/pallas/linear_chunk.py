@@ -28,12 +28,17 @@ from jattn.pallas.linear_partition import LETTERS, SAVED, divided, letters
 from jattn.reference import linear
 from jattn.reference.linear_operands import activated, log_decay
 
-__all__ = ["PLATFORM", "ChunkConfig", "backward", "choose", "forward", "why_not", "why_not_backward", "why_not_here"]
+__all__ = [
+    "BACKWARD_WHERE_NAMED", "PLATFORM", "ChunkConfig", "backward", "choose", "forward", "why_not", "why_not_backward",
+    "why_not_here",
+]  # fmt: skip
 
 _LARGEST_H, _LARGEST_D = 128, 256
 _MULTIPROCESSORS = 132
 _KERNELS = (linear_prepare, linear_scan), (linear_channel_prepare, linear_channel_scan)  # by head, by channel
 _BACKWARDS = linear_backward, linear_channel_backward
+# An earlier version of these was held against the oracle on an H200; this one, only emulated and compiled for one.
+BACKWARD_WHERE_NAMED = True
 
 
 @dataclasses.dataclass(frozen=True)
