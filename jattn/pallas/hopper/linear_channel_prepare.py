@@ -36,8 +36,8 @@ from jattn.pallas.hopper import linear_gates as gates
 from jattn.pallas.hopper import linear_tiles, memory, ptx
 from jattn.pallas.hopper.decode_rows import along_columns
 from jattn.pallas.hopper.linear_channel_plan import Prepared, prepared_shapes
+from jattn.pallas.hopper.linear_inverse import HALF, unit_lower_inverse
 from jattn.pallas.hopper.linear_plan import Plan, copy_rows, key_head
-from jattn.pallas.hopper.linear_tiles import HALF
 from jattn.pallas.hopper.lists import i32
 
 _INPUTS = ("query", "key", "g", "beta", "scale", "A_log", "dt_bias")
@@ -107,13 +107,8 @@ def _kernel(
 
 
 def _write_inverse(lower, smem):
-    """`(I + lower)⁻¹` to `smem [1, 64, 64]`: of two blocks of 32, and the corner between them."""
-    corner = linear_tiles.split(jnp.where(ptx.numbers(i32(0), 0, HALF) >= HALF, lower[:, :HALF], 0.0))
-    parts = linear_tiles.unit_lower_inverses(lower, smem)
-    plgpu.commit_smem()
-    parts = parts[0] + linear_tiles.corner_of_inverse(corner, *parts, smem), parts[1]
-    plgpu.commit_smem()
-    for i, part in enumerate(parts):
+    """`(I + lower)⁻¹` to `smem [1, 64, 64]`."""
+    for i, part in enumerate(unit_lower_inverse(lower, smem)):
         memory.stmatrix(part.astype(smem.dtype), smem, i * HALF)
     plgpu.commit_smem()
 

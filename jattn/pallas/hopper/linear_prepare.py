@@ -38,8 +38,8 @@ from jattn.pallas._compat import kernel, pl, plgpu
 from jattn.pallas.hopper import linear_gates as gates
 from jattn.pallas.hopper import linear_tiles, memory, ptx
 from jattn.pallas.hopper.decode_rows import along_columns
+from jattn.pallas.hopper.linear_inverse import HALF, unit_lower_inverse
 from jattn.pallas.hopper.linear_plan import VECTORS, Plan, Prepared, copy_rows, key_head, prepared_shapes
-from jattn.pallas.hopper.linear_tiles import HALF
 from jattn.pallas.hopper.lists import i32
 
 _INPUTS = ("query", "key", "g", "beta", "scale", "A_log", "dt_bias")
@@ -142,11 +142,7 @@ def _one_chunk(x, item, stride):
         _write(x, place)
         return
     lower = beside_keys(kk) * along_columns(row_factor, CHUNK)
-    corner = linear_tiles.split(jnp.where(ptx.numbers(i32(0), 0, HALF) >= HALF, lower[:, :HALF], 0.0))
-    parts = linear_tiles.unit_lower_inverses(lower, x.squares.at[0:1])
-    plgpu.commit_smem()
-    parts = parts[0] + linear_tiles.corner_of_inverse(corner, *parts, x.squares.at[0:1]), parts[1]
-    plgpu.commit_smem()
+    parts = unit_lower_inverse(lower, x.squares.at[0:1])
     decays = jnp.exp2(jnp.minimum(_differences(x)[0], 0.0))  # above the diagonal parts are 0
     for i, part in enumerate(parts):
         part = part * decays[:, i * HALF : (i + 1) * HALF]
