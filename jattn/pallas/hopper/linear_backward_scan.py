@@ -39,9 +39,9 @@ from jattn.pallas.hopper.linear_walk import (
     copy_columns,
     initial_state,
     place,
-    produce,
     result_shapes,
     results_of,
+    walk,
     write_state,
 )
 from jattn.pallas.hopper.lists import i32
@@ -78,24 +78,13 @@ def _kernel(
     ready,  # [stages] TMA
     free,  # [stages] every warpgroup is done with the chunk
 ):
-    warpgroup = lax.axis_index("warpgroup")
     x = SimpleNamespace(
         plan=plan, query=query, key=key, dout=dout, inverse=inverse, scores=scores, vectors=vectors,
         initial_state=initial_state, dstates=dstates, dz=dz, dvalue=dvalue, state=state, q_smem=q_smem, k_smem=k_smem,
         do_smem=do_smem, inverse_smem=inverse_smem, scores_smem=scores_smem, vectors_smem=vectors_smem,
-        out_smem=out_smem, ready=ready, free=free, warpgroup=warpgroup, **place(plan, reverse=True),
+        out_smem=out_smem, ready=ready, free=free, **place(plan, reverse=True),
     )  # fmt: skip
-
-    @pl.when(warpgroup == plan.warpgroups)
-    def _():
-        plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-        produce(x, _copy_chunk)
-
-    @pl.when(warpgroup < plan.warpgroups)
-    def _():
-        plgpu.set_max_registers(_REGISTERS[0], action="increase")
-        x.column = x.first + warpgroup * COLUMNS
-        _consume(x)
+    walk(x, _copy_chunk, _consume, _REGISTERS)
 
 
 # --- producer ---------------------------------------------------------------------------------------------------------

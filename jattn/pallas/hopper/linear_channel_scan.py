@@ -31,17 +31,17 @@ from jattn.pallas._compat import kernel, pl, plgpu
 from jattn.pallas.hopper import ptx
 from jattn.pallas.hopper.linear_channel_plan import Prepared
 from jattn.pallas.hopper.linear_channel_tiles import times_along_rows
-from jattn.pallas.hopper.linear_plan import COLUMNS, Plan
+from jattn.pallas.hopper.linear_plan import Plan
 from jattn.pallas.hopper.linear_walk import (
     chunk_of,
     columns,
     copy_columns,
     initial_state,
     place,
-    produce,
     result_shapes,
     results_of,
     states_smem,
+    walk,
     write_entering,
     write_out,
     write_state,
@@ -71,23 +71,12 @@ def _kernel(
     ready,  # [stages] TMA
     free,  # [stages] every warpgroup is done with the chunk
 ):
-    warpgroup = lax.axis_index("warpgroup")
     x = SimpleNamespace(
         plan=plan, value=value, prepared=prepared, initial_state=initial_state, out=out, state=state, states=states,
         states_smem=states_smem, v_smem=v_smem, matrices=matrices, out_smem=out_smem, ready=ready, free=free,
-        warpgroup=warpgroup, **place(plan),
+        **place(plan),
     )  # fmt: skip
-
-    @pl.when(warpgroup == plan.warpgroups)
-    def _():
-        plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-        produce(x, _copy_chunk)
-
-    @pl.when(warpgroup < plan.warpgroups)
-    def _():
-        plgpu.set_max_registers(_REGISTERS[0], action="increase")
-        x.column = x.first + warpgroup * COLUMNS
-        _consume(x)
+    walk(x, _copy_chunk, _consume, _REGISTERS)
 
 
 # --- producer ---------------------------------------------------------------------------------------------------------

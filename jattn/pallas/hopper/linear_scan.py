@@ -28,19 +28,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn._linear import CHUNK
-from jattn.pallas._compat import kernel, pl, plgpu
+from jattn.pallas._compat import kernel, plgpu
 from jattn.pallas.hopper import linear_tiles, ptx
-from jattn.pallas.hopper.linear_plan import COLUMNS, VECTORS, Plan, copy_rows, key_head
+from jattn.pallas.hopper.linear_plan import VECTORS, Plan, copy_rows, key_head
 from jattn.pallas.hopper.linear_walk import (
     chunk_of,
     columns,
     copy_columns,
     initial_state,
     place,
-    produce,
     result_shapes,
     results_of,
     states_smem,
+    walk,
     write_entering,
     write_out,
     write_state,
@@ -78,24 +78,13 @@ def _kernel(
     ready,  # [stages] TMA
     free,  # [stages] every warpgroup is done with the chunk
 ):
-    warpgroup = lax.axis_index("warpgroup")
     x = SimpleNamespace(
         plan=plan, query=query, key=key, value=value, inverse=inverse, scores=scores, vectors=vectors,
         initial_state=initial_state, out=out, state=state, states=states, states_smem=states_smem, q_smem=q_smem,
         k_smem=k_smem, v_smem=v_smem, inverse_smem=inverse_smem, scores_smem=scores_smem, vectors_smem=vectors_smem,
-        out_smem=out_smem, ready=ready, free=free, warpgroup=warpgroup, **place(plan),
+        out_smem=out_smem, ready=ready, free=free, **place(plan),
     )  # fmt: skip
-
-    @pl.when(warpgroup == plan.warpgroups)
-    def _():
-        plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-        produce(x, _copy_chunk)
-
-    @pl.when(warpgroup < plan.warpgroups)
-    def _():
-        plgpu.set_max_registers(_REGISTERS[0], action="increase")
-        x.column = x.first + warpgroup * COLUMNS
-        _consume(x)
+    walk(x, _copy_chunk, _consume, _REGISTERS)
 
 
 # --- producer ---------------------------------------------------------------------------------------------------------

@@ -21,12 +21,13 @@ from jattn.pallas.hopper.lists import i32
 
 
 def place(plan, *, reverse: bool = False) -> dict:
-    """What a thread block walks over: its head and first column, the piece and its first chunk, and how many there are.
+    """Which warpgroup this is, and what its thread block walks over: head and first column, the piece and its first
+    chunk, and how many there are.
 
     Args:
         reverse: from the last chunk to the first, as a backward does, which asks for no map of the first piece.
     """
-    block = lax.axis_index("block")
+    warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
     part, rest = lax.rem(block, i32(plan.parts)), lax.div(block, i32(plan.parts))
     head, rest = lax.rem(rest, i32(plan.N)), lax.div(rest, i32(plan.N))
     walked, batch = lax.rem(rest, i32(plan.walked)), lax.div(rest, i32(plan.walked))
@@ -35,8 +36,8 @@ def place(plan, *, reverse: bool = False) -> dict:
     # Traced in any case: the index of a loop over a constant number is int64 in 64-bit mode.
     length = jnp.minimum(batch, 0) + min(plan.piece or plan.chunks, plan.chunks)
     return dict(
-        first=part * (COLUMNS * plan.warpgroups), head=head, batch=batch, piece=piece, begin=begin, reverse=reverse,
-        chunks=jnp.minimum(length, i32(plan.chunks) - begin),
+        warpgroup=warpgroup, first=part * (COLUMNS * plan.warpgroups), head=head, batch=batch,
+        piece=piece, begin=begin, reverse=reverse, chunks=jnp.minimum(length, i32(plan.chunks) - begin),
     )  # fmt: skip
 
 
@@ -45,7 +46,26 @@ def chunk_of(x, i):
     return x.begin + (x.chunks - 1 - i if x.reverse else i)
 
 
-def produce(x, copy_chunk):
+def walk(x, copy_chunk, consume, registers):
+    """Has the last warpgroup copy chunks, by `copy_chunk(x, chunk, slot)`, and the others `consume(x)`.
+
+    Args:
+        registers: of a thread that computes, of one that copies.
+    """
+
+    @pl.when(x.warpgroup == x.plan.warpgroups)
+    def _():
+        plgpu.set_max_registers(registers[1], action="decrease")
+        _produce(x, copy_chunk)
+
+    @pl.when(x.warpgroup < x.plan.warpgroups)
+    def _():
+        plgpu.set_max_registers(registers[0], action="increase")
+        x.column = x.first + x.warpgroup * COLUMNS
+        consume(x)
+
+
+def _produce(x, copy_chunk):
     """Copies chunk after chunk by `copy_chunk(x, chunk, slot)`, each as soon as its slot is free."""
     stages = x.plan.stages
 
