@@ -37,14 +37,14 @@ from jattn._linear import CHUNK
 from jattn.pallas._compat import interpreting, kernel, pl, plgpu
 from jattn.pallas.hopper import linear_tiles, memory, ptx
 from jattn.pallas.hopper.decode_rows import along_columns
-from jattn.pallas.hopper.linear_plan import Plan, copy_rows, key_head
+from jattn.pallas.hopper.linear_plan import LEAST_BETA, Plan, copy_rows, key_head
 from jattn.pallas.hopper.linear_prepare import BACKWARD_VECTORS as VECTORS
 from jattn.pallas.hopper.lists import i32
 
 _WARPGROUPS = 2
 _BARRIERS = 5  # first id of the named barriers
 _U, _DONE, _SQUARES, _SUMS, _OUT = range(5)  # meetings, each of which takes two
-_PARTS = ("query", "states", "key", "value", "entered", "across", "erased", "rows")  # sums of rows
+_PARTS = ("query", "states", "key", "value", "entered", "across", "erased", "rows", "written")  # sums of rows
 _PIECE = 16  # columns that are taken from shared memory at a time: registers are few
 
 
@@ -203,7 +203,7 @@ def _one_chunk(x, item, slot, stride):
     zero = plgpu.layout_cast(jnp.zeros(CHUNK, jnp.float32), ptx.ROW)
     sums, sides = SimpleNamespace(value=zero, entered=zero, across=zero), (None,) * 3
     for number in range(count):
-        _write_u(x, sums)
+        _write_u(x, sums, number)
         if number == 0:
             pl.when(following < _items(x.plan))(lambda: _copy_tokens(x, following, 1 - slot))
         sides = _multiply(x, sides)
@@ -219,7 +219,7 @@ def _one_chunk(x, item, slot, stride):
     _write_gradients(x, dq, dk)
 
 
-def _write_u(x, sums):
+def _write_u(x, sums, number):
     """u of the warpgroup's columns of a round, in v's place."""
     plgpu.barrier_wait(x.early)
     if x.delta:
@@ -235,6 +235,14 @@ def _write_u(x, sums):
         plgpu.commit_smem()  # all warps are done with z
         memory.stmatrix(u.astype(x.plan.dtype), x.v_smem.at[pl.ds(x.slab, 1)], x.column)
     _meet(x, _U)
+    if x.delta:
+        written = ptx.zeros(_PIECE)
+        for first in range(0, x.width, _PIECE):
+            u, dz = (_tile(smem.at[pl.ds(x.slab, 1)], x.column + first) for smem in (x.v_smem, x.dd_smem.at[1]))
+            written = written + dz * u
+        written = jnp.sum(written, axis=1)
+        # Of rounds before, in shared memory: a round more has no register for it, and all warps have met since.
+        _keep(x, written=written if number == 0 else written + _part(x, x.warpgroup, "written"))
 
 
 def _write_z(x, sums):
@@ -351,8 +359,12 @@ def _write_gradients(x, dq, dk):
 
         @pl.when(w == 1)
         def _():
-            erased = total("entered") * jnp.exp2(x.vector("sums")) + _part(x, 1, "erased")
-            linear_tiles.st_global_tokens(x.dbeta, *where, total("value") - x.vector("key_norm") * erased, rows)
+            # dz · u / β, or where there is no β, dz · (v − what the key retrieves), of which much may cancel
+            beta, erased = x.vector("beta"), total("entered") * jnp.exp2(x.vector("sums")) + _part(x, 1, "erased")
+            idle = jnp.abs(beta) < LEAST_BETA
+            written, direct = total("written"), total("value") - x.vector("key_norm") * erased
+            dbeta = jnp.where(idle, direct, written / jnp.where(idle, jnp.float32(1), beta))
+            linear_tiles.st_global_tokens(x.dbeta, *where, dbeta, rows)
 
 
 def _own_tile(x, i, first, columns=_PIECE):

@@ -38,10 +38,8 @@ from jattn.pallas.hopper import memory, ptx
 from jattn.pallas.hopper.decode_rows import along_columns
 from jattn.pallas.hopper.linear_channel_prepare import activated_beta
 from jattn.pallas.hopper.linear_channel_tiles import PIECE
-from jattn.pallas.hopper.linear_plan import Plan, copy_rows
+from jattn.pallas.hopper.linear_plan import LEAST_BETA, Plan, copy_rows
 from jattn.pallas.hopper.lists import i32
-
-LEAST_BETA = 1e-18
 
 
 @jax.tree_util.register_dataclass

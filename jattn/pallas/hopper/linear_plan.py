@@ -11,6 +11,7 @@ from jattn.pallas._compat import pl, plgpu
 from jattn.pallas.hopper import ptx
 from jattn.pallas.hopper.lists import i32
 
+LEAST_BETA = 1e-18  # with less, the gradient of β is not taken from what β has written
 COLUMNS = ptx.TILE_ROWS  # of D, of a warpgroup of the scan
 VECTORS = ("beta", "key", "query", "update", "last")  # numbers of a token, see `linear_prepare`
 
