@@ -15,6 +15,7 @@ import pytest
 from linear_cases import call, check, cotangents, problem, quickly
 
 import jattn
+from jattn import _dispatch
 from jattn._linear import RULES
 from jattn.linear._call import describe
 from jattn.pallas import linear_chunk as mosaic
@@ -141,7 +142,13 @@ def test_a_prefix_is_bit_equal(capfd):
 # Dispatch
 
 
-def test_refuses_wider_keys():
+def test_lends_its_backward_where_it_is_named():
+    for p in (make(), problem(GLA, B=1, T=130, K=1, N=1, H=128, D=64, dtype=BF16)):
+        call = described(p)
+        if jax.default_backend() != "gpu":
+            assert _dispatch.explain(call.problem, None, None).implementation == "xla"
+        options = _dispatch.resolve(call.problem, call.options, "mosaic", None)
+        assert options.implementation == "mosaic" and options.backward is None
     assert "not H=192" in mosaic.why_not(described(make(H=192)).problem)
 
 

@@ -192,6 +192,7 @@ def test_refuses_packed_sequences():
 def test_is_refused_elsewhere_and_lends_a_gradient_of_the_scale():
     p = make(GATED)
     if jax.default_backend() != "gpu":
+        assert _dispatch.explain(described(GATED, p).problem, None, None).implementation == "xla"
         with pytest.raises(NotImplementedError, match="for cuda alone"):
             call(GATED, p, implementation="mosaic")
     plain, traced = (described(GATED, dataclasses.replace(p, scale=s)) for s in (None, jnp.float32(0.3)))

@@ -5,7 +5,7 @@ that entered it, and M and the vectors are those of `linear_prepare`.
     r = k S;   z = β ∘ v − key ∘ r;   u = M z
     X = tril(do uᵀ) ∘ Γ, scale nq beside its rows and nk beside its columns;   Y = −tril(dz uᵀ, −1) ∘ Γ, β nk and nk
     dq = query ∘ (do Sᵀ) + X k;   dk = update ∘ (u Dᵀ) − key ∘ (dz Sᵀ) + Xᵀ q + Y k + Yᵀ k
-    dβ = dz · (v − nk exp(G) r) + what Y is before β · k kᵀ
+    dβ = dz · u / β; where β is 0, dz · (v − nk exp(G) r) + what Y is before β · k kᵀ
 
 and with qk_l2norm dq −= nq² (q · dq) q, and dk likewise. The log decay of token s is in all that crosses it:
 
@@ -37,7 +37,7 @@ from jattn._linear import CHUNK
 from jattn.pallas._compat import interpreting, kernel, pl, plgpu
 from jattn.pallas.hopper import linear_tiles, memory, ptx
 from jattn.pallas.hopper.decode_rows import along_columns
-from jattn.pallas.hopper.linear_plan import LEAST_BETA, Plan, copy_rows, key_head
+from jattn.pallas.hopper.linear_plan import LEAST_BETA, Plan, copy_rows, items, key_head, place_of
 from jattn.pallas.hopper.linear_prepare import BACKWARD_VECTORS as VECTORS
 from jattn.pallas.hopper.lists import i32
 
@@ -79,7 +79,7 @@ def _kernel(
         meetings=meetings, warpgroup=lax.axis_index("warpgroup"),
     )  # fmt: skip
     stride, first = lax.axis_size("block"), lax.axis_index("block")
-    rounds = lax.div(_items(plan) - first + (stride - 1), i32(stride))
+    rounds = lax.div(items(plan) - first + (stride - 1), i32(stride))
     _copy_tokens(x, first, i32(0))
     _copy_columns(x, first, 0)
     lax.fori_loop(0, rounds, lambda r, _: _one_chunk(x, first + r * stride, lax.rem(r, i32(2)), stride), None)
@@ -124,17 +124,6 @@ def _rounds(plan) -> int:
     return plan.D // (_slabs(plan) * ptx.SLAB)
 
 
-def _items(plan) -> int:
-    return plan.B * plan.chunks * plan.N
-
-
-def _place(x, item):
-    """(batch, chunk, head) of an item."""
-    p = x.plan
-    head, rest = lax.rem(item, i32(p.N)), lax.div(item, i32(p.N))
-    return lax.div(rest, i32(p.chunks)), lax.rem(rest, i32(p.chunks)), head
-
-
 def _meet(x, number):
     """What either warpgroup has written is there for both, and their products are done."""
     ptx.fence_async_shared()
@@ -148,7 +137,7 @@ def _meet(x, number):
 def _copy_tokens(x, item, slot):
     """Queries, M and vectors of an item, by one warpgroup, and keys by the other, which wait for the dq or dk that they
     have written from there."""
-    (batch, chunk, head), ready = _place(x, item), x.ready.at[slot]
+    (batch, chunk, head), ready = place_of(x.plan, item), x.ready.at[slot]
     rows = lambda array, i: copy_rows(  # noqa: E731
         x.plan, array, batch, chunk, key_head(x.plan, head), x.qk_smem.at[slot, i], ready
     )
@@ -169,7 +158,7 @@ def _copy_tokens(x, item, slot):
 
 def _copy_columns(x, item, number):
     """What a round takes."""
-    (batch, chunk, head), count = _place(x, item), _slabs(x.plan)
+    (batch, chunk, head), count = place_of(x.plan, item), _slabs(x.plan)
     first = number * count * ptx.SLAB
 
     def rows(array, smem, barrier):
@@ -195,7 +184,8 @@ def _copy_columns(x, item, number):
 
 def _one_chunk(x, item, slot, stride):
     # Where the index is taken anew, no addresses that follow from it stay in registers through the loop.
-    x = SimpleNamespace(**vars(x) | dict(warpgroup=lax.axis_index("warpgroup")), slot=slot, place=_place(x, item))
+    again = dict(warpgroup=lax.axis_index("warpgroup"), slot=slot, place=place_of(x.plan, item))
+    x = SimpleNamespace(**vars(x) | again)
     _name_matrices(x)
     x.vector = lambda name: linear_tiles.ld_shared_rows(x.vectors_smem.at[slot, VECTORS.index(name)])
     following, count = item + stride, _rounds(x.plan)
@@ -205,12 +195,12 @@ def _one_chunk(x, item, slot, stride):
     for number in range(count):
         _write_u(x, sums, number)
         if number == 0:
-            pl.when(following < _items(x.plan))(lambda: _copy_tokens(x, following, 1 - slot))
+            pl.when(following < items(x.plan))(lambda: _copy_tokens(x, following, 1 - slot))
         sides = _multiply(x, sides)
         if number + 1 < count:
             _copy_columns(x, item, number + 1)
         else:
-            pl.when(following < _items(x.plan))(lambda: _copy_columns(x, following, 0))
+            pl.when(following < items(x.plan))(lambda: _copy_columns(x, following, 0))
     square, dq, dk = sides
     _keep(x, states=_row_sums(x, 1, dk), across=sums.across)
     if x.delta:
@@ -461,7 +451,7 @@ def launch(plan: Plan, inputs, prepared, states, walked, dout, *, multiprocessor
         name="jattn_linear_backward_chunk",
         out_type=tuple(results.values()),
         scratch=_scratch(plan),
-        grid={"block": min(multiprocessors, _items(plan))},
+        grid={"block": min(multiprocessors, items(plan))},
         warpgroups=_WARPGROUPS,
         interpret=interpret,
         approximate=True,

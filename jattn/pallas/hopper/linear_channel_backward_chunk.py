@@ -38,7 +38,7 @@ from jattn.pallas.hopper import memory, ptx
 from jattn.pallas.hopper.decode_rows import along_columns
 from jattn.pallas.hopper.linear_channel_prepare import activated_beta
 from jattn.pallas.hopper.linear_channel_tiles import PIECE
-from jattn.pallas.hopper.linear_plan import LEAST_BETA, Plan, copy_rows
+from jattn.pallas.hopper.linear_plan import LEAST_BETA, Plan, copy_rows, items, place_of
 from jattn.pallas.hopper.lists import i32
 
 
@@ -91,9 +91,7 @@ def _kernel(
     third,  # D
     fourth=None,  # S again
 ):
-    block = lax.axis_index("block")
-    head, rest = lax.rem(block, i32(plan.N)), lax.div(block, i32(plan.N))
-    chunk, batch = lax.rem(rest, i32(plan.chunks)), lax.div(rest, i32(plan.chunks))
+    batch, chunk, head = place_of(plan, lax.axis_index("block"))
     x = SimpleNamespace(
         plan=plan, **inputs, parts=parts, dv=dv, v_smem=v_smem, do_smem=do_smem, S_smem=S_smem, square=square,
         vector=vector, dz_smem=dz_smem, erase_smem=erase_smem, D_smem=D_smem, first=first, second=second, third=third,
@@ -244,7 +242,7 @@ def launch(plan: Plan, inputs, prepared, states, dout, dz, dstates, *, interpret
         name="jattn_linear_channel_backward_chunk",
         out_type=(*(getattr(shapes, name) for name in names), *([jax.typeof(dz)] if delta else [])),
         scratch=_scratch(plan),
-        grid={"block": plan.B * plan.chunks * plan.N},
+        grid={"block": items(plan)},
         warpgroups=1,
         interpret=interpret,
         approximate=False,

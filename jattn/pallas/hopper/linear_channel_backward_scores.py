@@ -40,7 +40,7 @@ from jattn.pallas.hopper import memory, ptx
 from jattn.pallas.hopper.decode_rows import along_columns
 from jattn.pallas.hopper.linear_channel_backward_chunk import first_tile
 from jattn.pallas.hopper.linear_channel_prepare import activated_beta, inverse_norms, sum_log_decays
-from jattn.pallas.hopper.linear_plan import LEAST_BETA, Plan, copy_rows, key_head
+from jattn.pallas.hopper.linear_plan import LEAST_BETA, Plan, copy_rows, items, key_head, place_of
 from jattn.pallas.hopper.lists import i32
 
 _INPUTS = ("query", "key", "g", "beta", "A_log", "dt_bias")
@@ -68,9 +68,7 @@ def _kernel(
     ready,  # TMA
     again,  # TMA
 ):
-    block = lax.axis_index("block")
-    head, rest = lax.rem(block, i32(plan.N)), lax.div(block, i32(plan.N))
-    chunk, batch = lax.rem(rest, i32(plan.chunks)), lax.div(rest, i32(plan.chunks))
+    batch, chunk, head = place_of(plan, lax.axis_index("block"))
     x = SimpleNamespace(
         plan=plan, **dict.fromkeys(_INPUTS), head=head, chunk=chunk, batch=batch, place=(batch, chunk, head)
     )
@@ -297,7 +295,7 @@ def launch(plan: Plan, inputs, parts, *, interpret=False):
             ready=plgpu.Barrier(num_arrivals=2 * slabs + 2 + delta),
             again=plgpu.Barrier(num_arrivals=2 * slabs),
         ),  # fmt: skip
-        grid={"block": plan.B * plan.chunks * plan.N},
+        grid={"block": items(plan)},
         warpgroups=1,
         interpret=interpret,
         approximate=False,

@@ -37,7 +37,7 @@ from jattn.pallas.hopper import linear_tiles, memory, ptx
 from jattn.pallas.hopper.decode_rows import along_columns
 from jattn.pallas.hopper.linear_channel_plan import Prepared, prepared_shapes
 from jattn.pallas.hopper.linear_inverse import HALF, unit_lower_inverse
-from jattn.pallas.hopper.linear_plan import Plan, copy_rows, key_head
+from jattn.pallas.hopper.linear_plan import Plan, copy_rows, items, key_head, place_of
 from jattn.pallas.hopper.lists import i32
 
 _INPUTS = ("query", "key", "g", "beta", "scale", "A_log", "dt_bias")
@@ -59,9 +59,7 @@ def _kernel(
     # barriers
     ready,  # TMA
 ):
-    block = lax.axis_index("block")
-    head, rest = lax.rem(block, i32(plan.N)), lax.div(block, i32(plan.N))
-    chunk, batch = lax.rem(rest, i32(plan.chunks)), lax.div(rest, i32(plan.chunks))
+    batch, chunk, head = place_of(plan, lax.axis_index("block"))
     x = SimpleNamespace(
         plan=plan, **dict.fromkeys(_INPUTS), head=head, chunk=chunk, batch=batch, place=(batch, chunk, head)
     )
@@ -137,10 +135,10 @@ def sum_log_decays(x):
 
     for i, raw in enumerate(tiles.ld_global_channels(x.g, x.batch, x.chunk * CHUNK, x.head)):
         if options.gate == "bounded":
-            rate = jnp.float32(-tiles.LOG2_E) * (1 if A_log is None else jnp.exp(A_log))
+            rate = jnp.float32(-gates.LOG2_E) * (1 if A_log is None else jnp.exp(A_log))
             g = jnp.float32(options.lower_bound) * tiles.logistic((raw if bias is None else raw + bias) * rate)
         else:
-            g = jnp.maximum(gates.log_decay(options, raw, A_log, bias), tiles.LEAST)
+            g = jnp.maximum(gates.log_decay(options, raw, A_log, bias), gates.LEAST)
         tiles.st_sums(x.sums, i, g, x.rows)
 
 
@@ -244,7 +242,7 @@ def launch(plan: Plan, inputs, *, multiprocessors: int, interpret=False, scores=
             vector=plgpu.SMEM(shapes.vector.shape[3:], jnp.float32),
             ready=plgpu.Barrier(num_arrivals=2 * slabs),
         ),
-        grid={"block": plan.B * plan.chunks * plan.N},
+        grid={"block": items(plan)},
         warpgroups=1,
         interpret=interpret,
         approximate=False,

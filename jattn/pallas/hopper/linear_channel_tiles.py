@@ -21,6 +21,7 @@ from jax import lax
 
 from jattn.pallas._compat import arith, interpreting, ir, llvm, pl, plgpu, utils
 from jattn.pallas.hopper import memory, ptx
+from jattn.pallas.hopper.linear_gates import LOG2_E
 from jattn.pallas.hopper.linear_tiles import _ld_shared, _offset, _st_shared
 from jattn.pallas.hopper.mma import _mma
 from jattn.pallas.hopper.ptx import SCALAR, TILE_ROWS, WGMMA, i32, integer
@@ -28,9 +29,6 @@ from jattn.pallas.hopper.ptx import SCALAR, TILE_ROWS, WGMMA, i32, integer
 BLOCK = 16  # tokens of a warp
 PIECE = 32  # channels
 LEVELS = (8, 4, 2, 1)
-# Whatever a token before it wrote is 0 in float32 after such a decay; less would take digits from others' sums.
-LEAST = -128.0
-LOG2_E = 1.4426950408889634
 
 
 def shift(options) -> int | None:
@@ -233,28 +231,6 @@ def ld_sums(ref, piece, keep: int = -1, put: int = 0) -> jax.Array:
             for n in range(PIECE // 8):
                 values[4 * n + 2 * half : 4 * n + 2 * half + 2] = _ld_shared(place, 32 * n, 2)
         return ptx.from_scalars(values)
-
-    return load(ref, jnp.asarray(piece, jnp.int32))
-
-
-def ld_other_sums(ref, piece, *, after: bool) -> jax.Array:
-    """The sums of the blocks before that of the row, or after it."""
-    if interpreting():
-        ends = ref[:, pl.ds(piece * PIECE, PIECE)][BLOCK - 1 :: BLOCK]
-        mine, others = _rows()[:, None] // BLOCK, jnp.arange(4, dtype=jnp.int32)
-        counted = (others > mine if after else others < mine)[:, :, None]
-        return jnp.sum(jnp.where(counted, ends, 0), axis=1)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=ptx.array_type(PIECE))
-    def load(_, ref, piece):
-        _, warp = _lane_and_warp()
-        sums = [ptx.constant(0)] * (PIECE // 4)
-        for block in range(1, 4) if after else range(3):
-            which = arith.CmpIPredicate.ult if after else arith.CmpIPredicate.ugt
-            counted = arith.cmpi(which, warp, integer(block))
-            ends = _ld_end(ref, piece, block)
-            sums = [ptx.add(s, arith.select(counted, x, ptx.constant(0))) for s, x in zip(sums, ends, strict=True)]
-        return _same_rows(sums)
 
     return load(ref, jnp.asarray(piece, jnp.int32))
 

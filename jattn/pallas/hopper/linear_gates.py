@@ -8,6 +8,10 @@ from jax import lax
 
 from jattn._linear import NORM_EPS
 
+# Whatever a token before it wrote is 0 in float32 after such a decay; less would take digits from others' sums.
+LEAST = -128.0
+LOG2_E = 1.4426950408889634
+
 
 def log_decay(options, x, A_log, dt_bias):
     """The log of the decay, `<= 0`, from g or a raw gate; A_log and dt_bias (or None) are like x or scalars."""

@@ -1,4 +1,4 @@
-"""What the two kernels of the delta rule with one decay a head know of a call: `linear_prepare` and `linear_scan`."""
+"""What the kernels of linear attention know of a call, and where its parts lie."""
 
 import dataclasses
 from typing import Any
@@ -127,6 +127,17 @@ def copy_rows(plan, array, batch, chunk, head, smem, barrier, first=0):
     rows = array.at[batch, pl.ds(chunk * CHUNK, CHUNK), head]
     for i in range(smem.shape[0]):
         plgpu.copy_gmem_to_smem(rows.at[:, pl.ds(first + i * ptx.SLAB, ptx.SLAB)], smem.at[i], barrier)
+
+
+def items(plan: Plan) -> int:
+    """Chunks of all heads."""
+    return plan.B * plan.chunks * plan.N
+
+
+def place_of(plan: Plan, item) -> tuple:
+    """(batch, chunk, head) of an item."""
+    head, rest = lax.rem(item, i32(plan.N)), lax.div(item, i32(plan.N))
+    return lax.div(rest, i32(plan.chunks)), lax.rem(rest, i32(plan.chunks)), head
 
 
 def key_head(plan, head):

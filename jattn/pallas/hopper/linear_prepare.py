@@ -39,13 +39,19 @@ from jattn.pallas.hopper import linear_gates as gates
 from jattn.pallas.hopper import linear_tiles, memory, ptx
 from jattn.pallas.hopper.decode_rows import along_columns
 from jattn.pallas.hopper.linear_inverse import HALF, unit_lower_inverse
-from jattn.pallas.hopper.linear_plan import VECTORS, Plan, Prepared, copy_rows, key_head, prepared_shapes
+from jattn.pallas.hopper.linear_plan import (
+    VECTORS,
+    Plan,
+    Prepared,
+    copy_rows,
+    items,
+    key_head,
+    place_of,
+    prepared_shapes,
+)
 from jattn.pallas.hopper.lists import i32
 
 _INPUTS = ("query", "key", "g", "beta", "scale", "A_log", "dt_bias")
-# Whatever a token before it wrote is 0 in float32 after such a decay; less would take digits from others' sums.
-_LEAST = -128.0
-_LOG2E = 1.4426950408889634
 # What a backward knows of a token besides: G to the base 2, nq, nk.
 BACKWARD_VECTORS = (*VECTORS, "sums", "query_norm", "key_norm")
 WARPGROUPS = 4  # of a thread block, which fills a multiprocessor: no thread may have more than 128 registers
@@ -75,7 +81,7 @@ def _kernel(
     vars(x).update(inputs)
     stride = lax.axis_size("block") * WARPGROUPS
     first = lax.axis_index("block") * WARPGROUPS + lax.axis_index("warpgroup")
-    rounds = lax.div(_items(plan) - first + (stride - 1), i32(stride))
+    rounds = lax.div(items(plan) - first + (stride - 1), i32(stride))
     pl.when(rounds > 0)(lambda: _copy_in(_with_own(x), first))
     lax.fori_loop(0, rounds, lambda r, _: _one_chunk(x, first + r * stride, stride), None)
     plgpu.wait_smem_to_gmem(0)
@@ -88,19 +94,8 @@ def _with_own(x):
     return SimpleNamespace(**vars(x), **{name: ref.at[warpgroup] for name, ref in x.own.items()})
 
 
-def _items(plan) -> int:
-    return plan.B * plan.chunks * plan.N
-
-
-def _place(x, item):
-    """(batch, chunk, head) of an item."""
-    p = x.plan
-    head, rest = lax.rem(item, i32(p.N)), lax.div(item, i32(p.N))
-    return lax.div(rest, i32(p.chunks)), lax.rem(rest, i32(p.chunks)), head
-
-
 def _copy_in(x, item):
-    batch, chunk, head = _place(x, item)
+    batch, chunk, head = place_of(x.plan, item)
     for array, smem in ((x.query, x.q_smem), (x.key, x.k_smem)):
         copy_rows(x.plan, array, batch, chunk, key_head(x.plan, head), smem, x.ready)
 
@@ -111,7 +106,7 @@ def _one_chunk(x, item, stride):
     Γ and k kᵀ are computed twice: kept, they would cost a quarter of the warps of a multiprocessor.
     """
     x = _with_own(x)
-    p, place = x.plan, _place(x, item)
+    p, place = x.plan, place_of(x.plan, item)
     g, beta = _gates(x, *place)
     x.numbers[0] = g
     plgpu.barrier_wait(x.ready)
@@ -137,7 +132,7 @@ def _one_chunk(x, item, stride):
     if x.inverse is not None:
         (kk,) = ptx.wgmma_wait_group(0, ptx.wgmma_ss(k, k, p.dtype))
     plgpu.commit_smem()  # all warps are done with queries and keys
-    pl.when(item + stride < _items(p))(lambda: _copy_in(x, item + stride))
+    pl.when(item + stride < items(p))(lambda: _copy_in(x, item + stride))
     if x.inverse is None:
         _write(x, place)
         return
@@ -167,8 +162,8 @@ def _gates(x, batch, chunk, head):
     if x.g is None:
         return 0.0 * exists.astype(jnp.float32), beta  # a constant has a layout that other constants contradict
     A_log, bias = (None if a is None else a[head] for a in (x.A_log, x.dt_bias))
-    g = jnp.maximum(gates.log_decay(options, read(x.g), A_log, bias), _LEAST)
-    return jnp.where(exists, g * _LOG2E, 0.0), beta
+    g = jnp.maximum(gates.log_decay(options, read(x.g), A_log, bias), gates.LEAST)
+    return jnp.where(exists, g * gates.LOG2_E, 0.0), beta
 
 
 def _differences(x):
@@ -222,7 +217,7 @@ def _launched(plan, inputs, outputs, multiprocessors, interpret):
         name="jattn_linear_prepare",
         out_type=outputs,
         scratch=_scratch(plan, outputs[-1].shape[3]),
-        grid={"block": min(multiprocessors, -(-_items(plan) // WARPGROUPS))},
+        grid={"block": min(multiprocessors, -(-items(plan) // WARPGROUPS))},
         warpgroups=WARPGROUPS,
         interpret=interpret,
         approximate=True,

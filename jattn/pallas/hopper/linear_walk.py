@@ -1,5 +1,5 @@
-"""What `linear_scan` and `linear_channel_scan`, walks over the chunks of a sequence, share: the producer, and the ends
-of a consumer, which has 64 columns of one head's state, transposed.
+"""What walks over the chunks of a sequence share, `linear_scan`, `linear_channel_scan` and those of the backwards: the
+producer, and the ends of a consumer, which has 64 columns of one head's state, or of its gradient, transposed.
 
 A thread block walks over a sequence, or over a piece of one. Then there are two launches. What a piece of tokens does
 to a state is a map, S ↦ M S + S_own: the first launch (`Plan.maps`) has no queries and no outputs, and its columns are
