@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from jattn import _gates
 from jattn._problem import accumulator
 from jattn.linear import _call
 from jattn.reference import linear_operands
@@ -100,4 +101,4 @@ def _gated(x, A_log, dt_bias, gate, lower_bound, N, H):
     A_log, dt_bias = (None if a is None else a.astype(dtype) for a in (A_log, dt_bias))
     if A_log is not None and H is not None:
         A_log = A_log[:, None]
-    return linear_operands.log_decay(jnp.asarray(x, dtype), A_log, dt_bias, gate, _call.bound(lower_bound))
+    return _gates.log_decay(jnp.asarray(x, dtype), A_log, dt_bias, gate, _call.bound(lower_bound))

@@ -10,7 +10,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jattn._linear import Context, Residuals
+from jattn._gates import activated, log_decay
+from jattn._linear import Residuals
 from jattn._varying import unvary, vary, varying_axes
 from jattn.pallas._compat import mapped_in_turn
 from jattn.pallas.attention import PLATFORM, why_not_here
@@ -25,8 +26,6 @@ from jattn.pallas.hopper import (
 )
 from jattn.pallas.hopper.linear_plan import Gradients, Inputs, Plan, warpgroups_of
 from jattn.pallas.linear_partition import LETTERS, SAVED, divided, letters
-from jattn.reference import linear
-from jattn.reference.linear_operands import activated, log_decay
 
 __all__ = [
     "BACKWARD_WHERE_NAMED", "PLATFORM", "ChunkConfig", "backward", "choose", "forward", "why_not", "why_not_backward",
@@ -98,8 +97,7 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
     axes = varying_axes(arrays)
     arrays = unvary(arrays)  # the body of a kernel is not about them
     if 0 in arrays.query.shape[:2]:  # nothing to launch
-        options = dataclasses.replace(options, config=linear.SpanConfig(1))
-        return vary(linear.forward(arrays, Context(), options, rest=rest), axes)
+        return vary((_untouched(arrays, options), None), axes)
     save, by_channel = rest and options.residuals == "save", options.rule.decay == "channel"
     how = dict(multiprocessors=multiprocessors, interpret=interpret)
 
@@ -124,20 +122,31 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
     return vary(((out.astype(options.out_dtype), state.astype(options.state_dtype), None), saved), axes)
 
 
+def _untouched(arrays, options):
+    """The results where no sequence has a token."""
+    (B, T, _, H), (N, D) = arrays.query.shape, arrays.value.shape[2:]
+    state = arrays.initial_state
+    if state is None:
+        state = jnp.zeros((B, N, D, H) if options.state_layout == "vk" else (B, N, H, D), options.state_dtype)
+    return jnp.zeros((B, T, N, D), options.out_dtype), state.astype(options.state_dtype), None
+
+
 def why_not_backward(problem) -> str | None:
     return "has no gradient of a traced scale" if problem.traced_scale else None
 
 
 def backward(arrays, context, options, rest, cotangents, *, interpret=False, multiprocessors=_MULTIPROCESSORS):
     """Gradients of every array in `arrays`, in their dtypes, from the cotangents of the results of `forward`."""
-    if rest is None:
+    nothing = 0 in arrays.query.shape[:2]
+    if rest is None and not nothing:
         again = dataclasses.replace(options, residuals="save")
         _, rest = forward(arrays, context, again, interpret=interpret, multiprocessors=multiprocessors)
     axes = varying_axes((arrays, rest, cotangents))
     arrays, rest, (dout, dfinal, _) = unvary((arrays, rest, cotangents))
-    if 0 in arrays.query.shape[:2]:  # nothing to launch
-        options = dataclasses.replace(options, config=linear.SpanConfig(1))
-        return vary(linear.backward(arrays, Context(), options, rest, (dout, dfinal, None)), axes)
+    if nothing:
+        found = jax.tree.map(jnp.zeros_like, arrays)
+        state = None if arrays.initial_state is None else dfinal.astype(arrays.initial_state.dtype)
+        return vary(dataclasses.replace(found, initial_state=state), axes)
     by_channel = options.rule.decay == "channel"
 
     def part(arrays, *saved):

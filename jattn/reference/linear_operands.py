@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jattn._gates import activated, log_decay
 from jattn._linear import NORM_EPS
 from jattn._problem import accumulator
 
@@ -65,21 +66,6 @@ def _total(x):
 def einsum(spec, *operands):
     """In the precision of the operands: no TF32, no bfloat16 passes."""
     return jnp.einsum(spec, *operands, precision=lax.Precision.HIGHEST)
-
-
-def log_decay(x, A_log, dt_bias, gate, lower_bound):
-    """The log of the decay from a raw gate; A_log and dt_bias (or None) broadcast to it."""
-    x = x if dt_bias is None else x + dt_bias
-    rate = jnp.ones((), x.dtype) if A_log is None else jnp.exp(A_log)
-    if gate == "softplus":
-        return -rate * jax.nn.softplus(x)
-    return jnp.asarray(lower_bound, x.dtype) * jax.nn.sigmoid(rate * x)
-
-
-def activated(beta, activation):
-    if activation is None:
-        return beta
-    return jax.nn.sigmoid(beta) * jnp.asarray(2 if activation == "sigmoid2" else 1, beta.dtype)
 
 
 def _log_decay(rows, options, dtype):
