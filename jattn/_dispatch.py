@@ -5,10 +5,10 @@ An implementation is a module with
     PLATFORM: str | None                           the only platform it lowers for, as `lax.platform_dependent` names it
     why_not(problem) -> str | None                 why it cannot run this call, anywhere
     why_not_here() -> str | None                   why it cannot run on this machine
+    why_not_unnamed(problem, *, backward=False)    why only a call that names it gets it, or its backward; or None
     choose(problem, config) -> config
     forward(arrays, context, options, *, unrounded=False) -> (out, lse, rest)
     why_not_backward(problem) -> str | None        why its backward cannot run this call
-    BACKWARD_WHERE_NAMED: bool                     whether it lends its backward to calls alone that name it
     backward(arrays, context, options, out, lse, rest, dout, dlse) -> gradients
     SUMS: bool                                     whether those of scale, bias and the modifier's arrays are among them
 
@@ -102,6 +102,8 @@ def explain(problem: Problem, implementation: str | None, config) -> Explanation
     refused, chosen = {}, None
     for name in known:
         reason = why_not(problem, name) or module(op, name).why_not_here()
+        if implementation is None:
+            reason = reason or _why_not_unnamed(problem, name)
         if implementation not in (None, name):
             reason = reason or f"implementation={implementation!r} was asked for"
         if reason is None and chosen is None:
@@ -147,7 +149,7 @@ def _with_backward(problem, name, named):
     """The first implementation from `name` on, and around, whose backward runs this call, which may have named it."""
     at = names(problem.op).index(name)
     rest = names(problem.op)[at:] + names(problem.op)[:at]
-    lent = lambda other: named or not getattr(module(problem.op, other), "BACKWARD_WHERE_NAMED", False)  # noqa: E731
+    lent = lambda other: named or _why_not_unnamed(problem, other, backward=True) is None  # noqa: E731
     return next((other for other in rest if _why_not_backward(problem, other) is None and lent(other)), name)
 
 
@@ -162,6 +164,11 @@ def _with_sums(problem, name):
 def _why_not_backward(problem, name):
     found = module(problem.op, name)
     return found.why_not_backward(problem) if hasattr(found, "why_not_backward") else "has none"
+
+
+def _why_not_unnamed(problem, name, **how):
+    found = module(problem.op, name)
+    return found.why_not_unnamed(problem, **how) if hasattr(found, "why_not_unnamed") else None
 
 
 def _anywhere(problem, name):

@@ -14,7 +14,7 @@ import pytest
 from linear_cases import call, cotangents, hold, quickly
 from test_hopper_linear_chunk import GATED, PLAIN, SIMPLE, UNGATED, alike, described, empty_call, make, turned
 
-from jattn._linear import Residuals
+from jattn._linear import Context, Residuals
 from jattn.pallas import linear_chunk as mosaic
 
 NAMES = "query", "key", "value", "g", "beta", "initial_state", "A_log", "dt_bias"
@@ -31,9 +31,9 @@ def gradients(call, dout, dfinal, capfd, **how):
 
 @functools.cache
 def emulation(options, **how):
-    forward = lambda x: mosaic.forward(x, None, options, interpret=True, **how)  # noqa: E731
+    forward = lambda x: mosaic.forward(x, Context(), options, interpret=True, **how)  # noqa: E731
     backward = lambda x, rest, dout, dfinal: mosaic.backward(  # noqa: E731
-        x, None, options, rest, (dout, dfinal, None), interpret=True, **how
+        x, Context(), options, rest, (dout, dfinal, None), interpret=True, **how
     )
     return quickly(forward), quickly(backward)
 
@@ -128,7 +128,7 @@ def test_compiles_for_an_h200(name):
 
     def run(*leaves):
         x, rest, dout, dfinal = structure.unflatten(leaves)
-        return mosaic.backward(x, None, call.options, rest, (dout, dfinal, None))
+        return mosaic.backward(x, Context(), call.options, rest, (dout, dfinal, None))
 
     found = aot.compile_for_h200(run, *leaves)
     assert found.clean, found

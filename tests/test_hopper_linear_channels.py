@@ -16,7 +16,7 @@ from linear_cases import call, check, cotangents, problem, quickly
 
 import jattn
 from jattn import _dispatch
-from jattn._linear import RULES
+from jattn._linear import RULES, Context
 from jattn.linear._call import describe
 from jattn.pallas import linear_chunk as mosaic
 
@@ -98,7 +98,7 @@ def emulated(call, capfd, **options):
 
 @functools.cache
 def emulation(options, **how):
-    return quickly(lambda x: mosaic.forward(x, None, options, interpret=True, **how)[0])
+    return quickly(lambda x: mosaic.forward(x, Context(), options, interpret=True, **how)[0])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -73,7 +73,7 @@ def emulated(call, capfd, **options):
 
 @functools.cache
 def emulation(options, **how):
-    return quickly(lambda x: mosaic.forward(x, None, options, interpret=True, **how)[0])
+    return quickly(lambda x: mosaic.forward(x, Context(), options, interpret=True, **how)[0])
 
 
 MODEL = dict(gate="bounded", beta_activation="sigmoid2")
@@ -178,18 +178,11 @@ def test_keeps_what_any_backward_reads(D, capfd):
         ("not H=192", dict(H=192), {}),
         ("not D=96", dict(D=96), {}),
         ("not mode='recurrent'", {}, dict(mode="recurrent")),
-        ("segment_ids", {}, dict(segment_ids=np.zeros(130, int))),
         ("checkpoints", {}, dict(checkpoints=[64])),
     ],
 )
 def test_refuses(reason, options, keywords):
     assert reason in mosaic.why_not(described(GATED, make(GATED, **options), **keywords).problem)
-
-
-def test_refuses_packed_sequences():
-    p = make(GATED, state=False)
-    p = dataclasses.replace(p, **{name: x[0] for name, x in p.arrays().items()})
-    assert "cu_seqlens" in mosaic.why_not(described(GATED, p, cu_seqlens=[0, 100, 130]).problem)
 
 
 def test_is_refused_elsewhere_and_lends_a_gradient_of_the_scale():

@@ -17,6 +17,7 @@ from barriers import MBarrier, Memory, Simulation
 from linear_cases import call, cotangents, hold, problem, quickly
 
 from jattn import _dispatch
+from jattn._linear import Context
 from jattn.pallas import linear_chunk as mosaic
 from jattn.pallas.hopper import linear_combine
 from jattn.pallas.hopper.linear_plan import Plan
@@ -65,8 +66,8 @@ GPU_CASES = CASES | {
 def emulation(options, rest, **how):
     """Forward and backward."""
     how |= dict(interpret=True)
-    forward = lambda x: mosaic.forward(x, None, options, rest=rest, **how)  # noqa: E731
-    backward = lambda x, rest, *cotangents: mosaic.backward(x, None, options, rest, (*cotangents, None), **how)  # noqa: E731
+    forward = lambda x: mosaic.forward(x, Context(), options, rest=rest, **how)  # noqa: E731
+    backward = lambda x, rest, *cotangents: mosaic.backward(x, Context(), options, rest, (*cotangents, None), **how)  # noqa: E731
     return quickly(forward), quickly(backward)
 
 

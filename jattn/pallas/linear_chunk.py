@@ -9,9 +9,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from jattn._gates import activated, log_decay
-from jattn._linear import Residuals
+from jattn._gates import activated
+from jattn._linear import Context, Residuals
 from jattn._varying import unvary, vary, varying_axes
 from jattn.pallas._compat import mapped_in_turn
 from jattn.pallas.attention import PLATFORM, why_not_here
@@ -25,19 +26,18 @@ from jattn.pallas.hopper import (
     linear_scan,
 )
 from jattn.pallas.hopper.linear_plan import Gradients, Inputs, Plan, warpgroups_of
-from jattn.pallas.linear_partition import LETTERS, SAVED, divided, letters
+from jattn.pallas.linear_partition import divided, letters, letters_of
+from jattn.pallas.linear_sequences import laid_out, log_decays, with_own_gates
 
 __all__ = [
-    "BACKWARD_WHERE_NAMED", "PLATFORM", "ChunkConfig", "backward", "choose", "forward", "why_not", "why_not_backward",
-    "why_not_here",
+    "PLATFORM", "ChunkConfig", "backward", "choose", "forward", "why_not", "why_not_backward", "why_not_here",
+    "why_not_unnamed",
 ]  # fmt: skip
 
 _LARGEST_H, _LARGEST_D = 128, 256
 _MULTIPROCESSORS = 132
 _KERNELS = (linear_prepare, linear_scan), (linear_channel_prepare, linear_channel_scan)  # by head, by channel
 _BACKWARDS = linear_backward, linear_channel_backward
-# An earlier version of these was held against the oracle on an H200; this one, only emulated and compiled for one.
-BACKWARD_WHERE_NAMED = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +57,13 @@ class ChunkConfig:
 
 def choose(problem, config) -> ChunkConfig:
     """Sequences are cut where there are too few heads; however long they are, since bits must not depend on that."""
+    packed = problem is not None and problem.sequences is not None
     if config is None:
-        return ChunkConfig(linear_pieces.piece_of(problem.B * problem.N, problem.D))
+        return ChunkConfig(None if packed else linear_pieces.piece_of(problem.B * problem.N, problem.D))
     if not isinstance(config, ChunkConfig):
         raise TypeError(f"config={config!r} is not a jattn.pallas.linear_chunk.ChunkConfig, which mosaic takes")
+    if packed and config.piece is not None:
+        raise ValueError(f"piece={config.piece}: packed sequences are not cut into pieces")
     return config
 
 
@@ -70,10 +73,6 @@ def why_not(problem) -> str | None:
         return f"has mode='chunk' alone, not mode={problem.mode!r}"
     if problem.dtype != "bfloat16":
         return f"runs bfloat16, not {problem.dtype}"
-    if problem.sequences is not None:
-        return "has no packed sequences (cu_seqlens)"
-    if problem.resets:
-        return "has no segment_ids"
     if problem.checkpoints:
         return "has no checkpoints"
     states = {problem.state_dtype, problem.initial_state} - {None, "float32", "bfloat16"}
@@ -86,6 +85,15 @@ def why_not(problem) -> str | None:
     return f"needs static shapes, not {symbolic[0]}" if symbolic else None
 
 
+def why_not_unnamed(problem, *, backward=False) -> str | None:
+    """What has only been emulated, and compiled for an H200, since it last ran on one."""
+    if backward:
+        return "its backward has not run on a GPU in this version"
+    if problem.sequences is not None or problem.resets:
+        return "with cu_seqlens or segment_ids it has not run on a GPU"
+    return None
+
+
 def forward(arrays, context, options, *, rest=True, interpret=False, multiprocessors=_MULTIPROCESSORS):
     """`((out, final state, None), Residuals or None)`; see `_linear` for the arguments.
 
@@ -94,15 +102,17 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
         interpret: emulate the kernels on the CPU, with race detection.
         multiprocessors: of the device.
     """
-    axes = varying_axes(arrays)
-    arrays = unvary(arrays)  # the body of a kernel is not about them
-    if 0 in arrays.query.shape[:2]:  # nothing to launch
-        return vary((_untouched(arrays, options), None), axes)
+    axes = varying_axes((arrays, context))
+    arrays, context = unvary((arrays, context))  # the body of a kernel is not about them
+    if _nothing_to_launch(arrays, context):
+        return vary((_untouched(arrays, context, options), None), axes)
     save, by_channel = rest and options.residuals == "save", options.rule.decay == "channel"
     how = dict(multiprocessors=multiprocessors, interpret=interpret)
 
-    def part(arrays):
-        plan = _plan(arrays, options, multiprocessors, stages=2 if save or by_channel else 3, save=save)
+    def part(arrays, context):
+        inputs, plan, places = _laid_out(
+            arrays, context, options, multiprocessors, stages=2 if save or by_channel else 3, save=save
+        )
 
         def run(inputs):
             prepare, scan = _KERNELS[by_channel]
@@ -114,20 +124,31 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
             scores = prepared.scores if by_channel else None
             return out, state, Residuals(states, scores, prepared.inverse) if save else None
 
-        return mapped_in_turn(run, unrolled=bool(interpret))(_inputs(arrays))
+        out, *rest = mapped_in_turn(run, unrolled=bool(interpret))(inputs)
+        return out if places is None else places.gathered(out), *rest
 
-    matrices = None if not by_channel else SAVED, SAVED if options.rule.delta else None
-    results = LETTERS["value"], LETTERS["initial_state"], Residuals(SAVED, *matrices) if save else None
-    out, state, saved = part(arrays) if interpret else divided(part, (arrays,), (letters(arrays),), results)
+    of, arrays_of = _letters(arrays, context)
+    matrices = of.saved if by_channel else None, of.saved if options.rule.delta else None
+    results = of.value, of.initial_state, Residuals(of.saved, *matrices) if save else None
+    operands = arrays, context
+    out, state, saved = part(*operands) if interpret else divided(part, operands, arrays_of, results)
     return vary(((out.astype(options.out_dtype), state.astype(options.state_dtype), None), saved), axes)
 
 
-def _untouched(arrays, options):
+def _nothing_to_launch(arrays, context):
+    return 0 in arrays.query.shape[:2] or _sequences(arrays, context) == 0
+
+
+def _sequences(arrays, context):
+    return arrays.query.shape[0] if context.cu_seqlens is None else context.cu_seqlens.shape[0] - 1
+
+
+def _untouched(arrays, context, options):
     """The results where no sequence has a token."""
     (B, T, _, H), (N, D) = arrays.query.shape, arrays.value.shape[2:]
-    state = arrays.initial_state
+    state, M = arrays.initial_state, _sequences(arrays, context)
     if state is None:
-        state = jnp.zeros((B, N, D, H) if options.state_layout == "vk" else (B, N, H, D), options.state_dtype)
+        state = jnp.zeros((M, N, D, H) if options.state_layout == "vk" else (M, N, H, D), options.state_dtype)
     return jnp.zeros((B, T, N, D), options.out_dtype), state.astype(options.state_dtype), None
 
 
@@ -137,20 +158,20 @@ def why_not_backward(problem) -> str | None:
 
 def backward(arrays, context, options, rest, cotangents, *, interpret=False, multiprocessors=_MULTIPROCESSORS):
     """Gradients of every array in `arrays`, in their dtypes, from the cotangents of the results of `forward`."""
-    nothing = 0 in arrays.query.shape[:2]
+    nothing = _nothing_to_launch(arrays, context)
     if rest is None and not nothing:
         again = dataclasses.replace(options, residuals="save")
         _, rest = forward(arrays, context, again, interpret=interpret, multiprocessors=multiprocessors)
-    axes = varying_axes((arrays, rest, cotangents))
-    arrays, rest, (dout, dfinal, _) = unvary((arrays, rest, cotangents))
+    axes = varying_axes((arrays, context, rest, cotangents))
+    arrays, context, rest, (dout, dfinal, _) = unvary((arrays, context, rest, cotangents))
     if nothing:
         found = jax.tree.map(jnp.zeros_like, arrays)
         state = None if arrays.initial_state is None else dfinal.astype(arrays.initial_state.dtype)
         return vary(dataclasses.replace(found, initial_state=state), axes)
     by_channel = options.rule.decay == "channel"
 
-    def part(arrays, *saved):
-        plan = _plan(arrays, options, multiprocessors)
+    def part(arrays, context, rest, dout, dfinal):
+        inputs, plan, places = _laid_out(arrays, context, options, multiprocessors)
 
         def run(*operands):
             how = dict(multiprocessors=multiprocessors, interpret=interpret)
@@ -158,18 +179,34 @@ def backward(arrays, context, options, rest, cotangents, *, interpret=False, mul
             g, beta = found.g if options.rule.decay else None, found.beta if options.rule.delta else None
             return dataclasses.replace(found, g=g, beta=beta)
 
-        return mapped_in_turn(run, unrolled=bool(interpret))(_inputs(arrays), *saved)
+        dout = dout if places is None else places.spread(dout)
+        found = mapped_in_turn(run, unrolled=bool(interpret))(inputs, rest, dout, dfinal)
+        if places is None:
+            return found
+        tokens = jax.tree.map(places.gathered, dataclasses.replace(found, initial_state=None))
+        return dataclasses.replace(tokens, initial_state=found.initial_state)
 
-    operands = arrays, rest, dout.astype(arrays.query.dtype), dfinal.astype(jnp.float32)
-    axes_of = letters(arrays), jax.tree.map(lambda _: SAVED, rest), LETTERS["value"], LETTERS["initial_state"]
-    tokens, g, beta = LETTERS["value"], options.rule.decay, options.rule.delta
-    g = None if g is None else tokens if by_channel else LETTERS["beta"]
-    beta = LETTERS["beta"] if beta else None
-    results = Gradients(tokens, tokens, tokens, g, beta, LETTERS["initial_state"])
+    operands = arrays, context, rest, dout.astype(arrays.query.dtype), dfinal.astype(jnp.float32)
+    of, arrays_of = _letters(arrays, context)
+    axes_of = *arrays_of, jax.tree.map(lambda _: of.saved, rest), of.value, of.initial_state
+    g = None if options.rule.decay is None else of.value if by_channel else of.beta
+    beta = of.beta if options.rule.delta else None
+    results = Gradients(of.value, of.value, of.value, g, beta, of.initial_state)
     found = part(*operands) if interpret else divided(part, operands, axes_of, results)
+    if context.resets is not None and options.rule.decay:  # there the decay is not what the gate says
+        resets = context.resets[..., None, None] if by_channel else context.resets[..., None]
+        found = dataclasses.replace(found, g=jnp.where(resets, 0, found.g))
     K = arrays.query.shape[2]
     found = dataclasses.replace(found, query=_group_sums(found.query, K), key=_group_sums(found.key, K))
-    return vary(jax.tree.map(lambda d, x: d.astype(x.dtype), _with_gates(arrays, options, found), arrays), axes)
+    found = _with_gates(with_own_gates(arrays, context), options, found)
+    return vary(jax.tree.map(lambda d, x: d.astype(x.dtype), found, arrays), axes)
+
+
+def _letters(arrays, context):
+    """`(letters by name, those of arrays and context)`, see `linear_partition`."""
+    batch = "b" if context.cu_seqlens is None else None
+    cu_seqlens, resets = None if batch else P(None), None if context.resets is None else P(batch, None)
+    return letters_of(batch), (letters(arrays, batch), Context(cu_seqlens, resets))
 
 
 def _group_sums(x, K):
@@ -182,15 +219,10 @@ def _with_gates(arrays, options, found):
     """The gradients of `arrays`, through the gate and the activation of beta."""
     g, beta, parameters = found.g, found.beta, {}
     if options.gate is not None:
-        by_channel = options.rule.decay == "channel"
-
-        def decay(raw):
-            A_log = raw["A_log"][:, None] if by_channel and raw["A_log"] is not None else raw["A_log"]
-            return log_decay(raw["g"], A_log, raw["dt_bias"], options.gate, options.lower_bound)
-
         names = "g", "A_log", "dt_bias"
-        raw = {name: x if (x := getattr(arrays, name)) is None else x.astype(jnp.float32) for name in names}
-        (parameters,) = jax.vjp(decay, raw)[1](g)
+        raw = {name: None if (x := getattr(arrays, name)) is None else x.astype(jnp.float32) for name in names}
+        decays = lambda raw: log_decays(dataclasses.replace(arrays, **raw), options)  # noqa: E731
+        (parameters,) = jax.vjp(decays, raw)[1](g)
         g = parameters.pop("g")
     if options.beta_activation is not None:
         raw = arrays.beta.astype(jnp.float32)
@@ -200,10 +232,19 @@ def _with_gates(arrays, options, found):
     return dataclasses.replace(arrays, scale=None, **tokens, **parameters)
 
 
-def _plan(arrays, options, multiprocessors, **how) -> Plan:
+def _laid_out(arrays, context, options, multiprocessors, **how):
+    """`(Inputs, Plan, Places or None)` of a call; `how` are fields of the plan."""
+    sequences = None if context.cu_seqlens is None else _sequences(arrays, context)
+    arrays, options, places = laid_out(arrays, context, options)
+    plan = _plan(arrays, options, multiprocessors, sequences=sequences, **how)
+    inputs = _inputs(arrays)
+    return inputs if places is None else dataclasses.replace(inputs, walks=places.walks), plan, places
+
+
+def _plan(arrays, options, multiprocessors, *, sequences=None, **how) -> Plan:
     (B, T, K, H), (N, D) = arrays.query.shape, arrays.value.shape[2:]
-    how |= dict(piece=None if options.config is None else options.config.piece)
-    warpgroups = warpgroups_of(B * N, D, multiprocessors)
+    how |= dict(piece=None if options.config is None else options.config.piece, sequences=sequences)
+    warpgroups = warpgroups_of((sequences or B) * N, D, multiprocessors)
     return Plan(B=B, T=T, N=N, K=K, H=H, D=D, options=_compiled(options), warpgroups=warpgroups, **how)
 
 

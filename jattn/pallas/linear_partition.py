@@ -1,6 +1,7 @@
 """How launches of linear attention are divided under plain `jit`, see `partition`: which of their axes may be cut."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +11,26 @@ from jax.sharding import PartitionSpec as P
 from jattn._linear import Arrays
 from jattn.pallas import partition
 
-#: A letter for each axis, "b" batch, "n" value heads, "k" key heads; of `Arrays`, and of `Residuals`.
-LETTERS = {
-    "query": P("b", None, "k", None), "key": P("b", None, "k", None), "value": P("b", None, "n", None),
-    "g": P("b", None, "n", None), "beta": P("b", None, "n"), "initial_state": P("b", "n", None, None), "scale": P(),
-    "A_log": P("n"), "dt_bias": P("n", None),
+#: A letter for each axis, "b" batch, "n" value heads, "k" key heads; of `Arrays`.
+_LETTERS = {
+    "query": ("b", None, "k", None), "key": ("b", None, "k", None), "value": ("b", None, "n", None),
+    "g": ("b", None, "n", None), "beta": ("b", None, "n"), "initial_state": ("b", "n", None, None), "scale": (),
+    "A_log": ("n",), "dt_bias": ("n", None), "saved": ("b", None, "n", None, None),
 }  # fmt: skip
-SAVED = P("b", None, "n", None, None)
+
+
+def letters_of(batch="b") -> SimpleNamespace:
+    """The letters of arrays by name, those of `Residuals` as "saved"; batch=None: sequences are not divided."""
+    return SimpleNamespace(
+        **{name: P(*(batch if axis == "b" else axis for axis in axes)) for name, axes in _LETTERS.items()}
+    )
 
 
 def letters(arrays, batch="b") -> Arrays:
     """Those of the arrays that there are."""
-    axes = lambda name, x: P(*(batch if axis == "b" else axis for axis in LETTERS[name][: x.ndim]))  # noqa: E731
-    given = {name: axes(name, x) for name in LETTERS if (x := getattr(arrays, name)) is not None}
-    return Arrays(**dict.fromkeys(LETTERS) | given)
+    of = vars(letters_of(batch))
+    given = {name: getattr(arrays, name) for name in vars(arrays)}
+    return Arrays(**{name: None if x is None else P(*of[name][: x.ndim]) for name, x in given.items()})
 
 
 def divided(part, operands, letters, results):

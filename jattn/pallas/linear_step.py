@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jattn._varying import unvary, vary, varying_axes
 from jattn.pallas.attention import PLATFORM, why_not_here
 from jattn.pallas.hopper.linear_step import Inputs, Plan, columns_of, launch
-from jattn.pallas.linear_partition import divided
-from jattn.pallas.linear_partition import letters as letters_of
+from jattn.pallas.linear_partition import divided, letters
 
 __all__ = ["PLATFORM", "StepConfig", "choose", "forward", "why_not", "why_not_here"]
 
@@ -74,8 +73,8 @@ def forward(step, options, *, interpret=False):
     batch = "b" if step.indices is None else None  # every device needs the places of all sequences in a pool
     rows = None if step.lengths is None else P(batch)
     state, indices = P(batch, "n", None, None), None if step.indices is None else P(None)
-    letters, results = (letters_of(step.arrays, batch), state, indices, rows), (P(batch, None, "n", None), state)
-    return vary(divided(part, operands, letters, results), axes)
+    axes_of, results = (letters(step.arrays, batch), state, indices, rows), (P(batch, None, "n", None), state)
+    return vary(divided(part, operands, axes_of, results), axes)
 
 
 def _narrow(x):

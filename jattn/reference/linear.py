@@ -248,7 +248,9 @@ class Walk:
     def numbers(self):
         """Numbers of the chunks of each span, int32 [spans, s]."""
         n, s = self.table.rows.shape[:2]
-        return vary(jnp.arange(n * s, dtype=jnp.int32).reshape(n, s), varying_axes(self.arrays.query))
+        numbers = vary(jnp.arange(n * s, dtype=jnp.int32).reshape(n, s), varying_axes(self.arrays.query))
+        # What is saved for a chunk without tokens may be anything.
+        return jnp.where(self.table.rows[..., 0] < self.T, numbers, n * s) if self.packed else numbers
 
     def residuals(self, entering, saved) -> Residuals:
         """From states [spans, s, B, N, H, D] and what the mode saved, [spans, B, N, s, C, C]."""

@@ -60,6 +60,7 @@ def _kernel(
     scores,  # A, [B, n, N, 64, 64]
     vectors,  # float32 [B, n, N, 8, 64]
     initial_state=None,  # gradient of the final one, [B, N, H, D] or [B, N, D, H]; of pieces as in `linear_scan`
+    walks=None,  # int32 [2 · sequences], see `Inputs`
     inverse=None,  # M, [B, n, N, 64, 64]; None without the delta rule
     # outputs (HBM), the first alone with maps
     state,  # gradient of the initial one, float32 [B * N, H, D], or [B * N, D, 1, H]; maps as in `linear_scan`
@@ -82,7 +83,7 @@ def _kernel(
         plan=plan, query=query, key=key, dout=dout, inverse=inverse, scores=scores, vectors=vectors,
         initial_state=initial_state, dstates=dstates, dz=dz, dvalue=dvalue, state=state, q_smem=q_smem, k_smem=k_smem,
         do_smem=do_smem, inverse_smem=inverse_smem, scores_smem=scores_smem, vectors_smem=vectors_smem,
-        out_smem=out_smem, ready=ready, free=free, **place(plan, reverse=True),
+        out_smem=out_smem, ready=ready, free=free, **place(plan, walks, reverse=True),
     )  # fmt: skip
     walk(x, _copy_chunk, _consume, _REGISTERS)
 
@@ -176,6 +177,7 @@ def launch(plan: Plan, inputs, prepared, dout, dfinal, *, multiprocessors: int, 
     and dinitial, the gradient of the initial state, in float32 and in the call's layout, as `dfinal` is."""
     given = dict(query=inputs.query, key=inputs.key, dout=dout, scores=prepared.scores, vectors=prepared.vectors)
     given |= dict(inverse=prepared.inverse) if plan.options.rule.delta else {}
+    given |= {} if inputs.walks is None else dict(walks=inputs.walks)
     return linear_pieces.in_pieces(
         lambda plan, state: _walk(plan, given | ({} if state is None else dict(initial_state=state)), interpret), plan,
         dfinal, multiprocessors=multiprocessors, reverse=True, interpret=interpret,

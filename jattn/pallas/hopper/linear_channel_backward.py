@@ -27,7 +27,7 @@ def launch(plan: Plan, inputs, residuals, dout, dfinal, *, multiprocessors: int,
         inverse=residuals.inverse,
     )  # fmt: skip
     dz, dinitial, dstates = linear_channel_backward_scan.launch(
-        plan, prepared, dout, dfinal, multiprocessors=multiprocessors, interpret=interpret
+        plan, inputs, prepared, dout, dfinal, multiprocessors=multiprocessors, interpret=interpret
     )
     parts, dv = linear_channel_backward_chunk.launch(
         plan, inputs, prepared, residuals.states, dout, dz, dstates, interpret=interpret

@@ -59,6 +59,7 @@ def _kernel(
     dout,  # [B, T, N, D]
     prepared,  # `Prepared`
     initial_state=None,  # gradient of the final one, [B, N, H, D] or [B, N, D, H]; of pieces as in `linear_scan`
+    walks=None,  # int32 [2 · sequences], see `Inputs`
     # outputs (HBM), the first alone with maps
     state,  # gradient of the initial one, float32 [B * N, H, D], or [B * N, D, 1, H]; maps as in `linear_scan`
     out=None,  # dz, [B, T, N, D]
@@ -75,7 +76,7 @@ def _kernel(
     x = SimpleNamespace(
         plan=plan, dout=dout, prepared=prepared, initial_state=initial_state, out=out, state=state, states=states,
         states_smem=states_smem, do_smem=do_smem, matrices=matrices, out_smem=out_smem, ready=ready, free=free,
-        **place(plan, reverse=True),
+        **place(plan, walks, reverse=True),
     )  # fmt: skip
     walk(x, _copy_chunk, _consume, _REGISTERS)
 
@@ -141,17 +142,18 @@ def _one_chunk(x, i, D):
 # --- host -------------------------------------------------------------------------------------------------------------
 
 
-def launch(plan: Plan, prepared, dout, dfinal, *, multiprocessors: int, interpret=False):
+def launch(plan: Plan, inputs, prepared, dout, dfinal, *, multiprocessors: int, interpret=False):
     """Runs the kernel: `(dz [B, T, N, D], dinitial float32 [B, N, H, D] or [B, N, D, H], dstates [B, n, N, H, D])`."""
     return linear_pieces.in_pieces(
-        lambda plan, state: _walk(plan, prepared.all, dout, state, interpret), plan, dfinal,
+        lambda plan, state: _walk(plan, prepared.all, dout, state, inputs.walks, interpret), plan, dfinal,
         multiprocessors=multiprocessors, reverse=True, interpret=interpret,
     )  # fmt: skip
 
 
-def _walk(plan, given, dout, state, interpret):
+def _walk(plan, given, dout, state, walks, interpret):
     plan = dataclasses.replace(plan, save=not plan.maps, stages=_STAGES)
     others = dict(dout=dout) | ({} if state is None else dict(initial_state=state))
+    others |= {} if walks is None else dict(walks=walks)
     results = result_shapes(plan)
 
     def body(*refs, **allocations):

@@ -58,6 +58,7 @@ def _kernel(
     value,  # [B, T, N, D]
     prepared,  # `Prepared`
     initial_state=None,  # [B, N, H, D] or [B, N, D, H], or None; of pieces float32 [B * pieces * N, H, D]
+    walks=None,  # int32 [2 · sequences], see `Inputs`
     # outputs (HBM)
     state,  # float32 [B * N, H, D], or [B * N, D, 1, H]; maps [B * (pieces - 1) * N, D + H, 1, H]
     out=None,  # [B, T, N, D]; None with maps
@@ -74,7 +75,7 @@ def _kernel(
     x = SimpleNamespace(
         plan=plan, value=value, prepared=prepared, initial_state=initial_state, out=out, state=state, states=states,
         states_smem=states_smem, v_smem=v_smem, matrices=matrices, out_smem=out_smem, ready=ready, free=free,
-        **place(plan),
+        **place(plan, walks),
     )  # fmt: skip
     walk(x, _copy_chunk, _consume, _REGISTERS)
 
@@ -156,6 +157,7 @@ def launch(plan: Plan, inputs, prepared, *, interpret=False):
     others = dict(value=inputs.value)
     if inputs.initial_state is not None and not plan.maps:
         others |= dict(initial_state=inputs.initial_state)
+    others |= {} if inputs.walks is None else dict(walks=inputs.walks)
     results = result_shapes(plan)
 
     def body(*refs, **allocations):

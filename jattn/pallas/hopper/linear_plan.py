@@ -32,11 +32,17 @@ class Plan:
     save: bool = False  # the state that enters each chunk, for a backward
     piece: int | None = None  # chunks that a thread block of the scan walks over; None: the whole sequence
     maps: bool = False  # the scan computes maps of pieces, see `linear_walk`
+    sequences: int | None = None  # packed ones, which begin chunks of their own, see `linear_sequences`; then B is 1
     dtype: str = "bfloat16"
 
     @property
     def chunks(self) -> int:
         return -(-self.T // CHUNK)
+
+    @property
+    def states(self) -> int:
+        """Sequences, each of which has an initial state and a final one."""
+        return self.B if self.sequences is None else self.sequences
 
     @property
     def pieces(self) -> int:
@@ -61,7 +67,7 @@ class Plan:
     @property
     def blocks(self) -> int:
         """Thread blocks of the scan."""
-        return self.B * self.walked * self.N * self.parts
+        return self.states * self.walked * self.N * self.parts
 
 
 def warpgroups_of(heads: int, columns: int, multiprocessors: int) -> int:
@@ -83,7 +89,8 @@ class Inputs:
     scale: Any = None  # float32 [1]
     A_log: Any = None  # float32 [N]
     dt_bias: Any = None  # float32 [N]
-    initial_state: Any = None  # [B, N, H, D] or [B, N, D, H]
+    initial_state: Any = None  # [B, N, H, D] or [B, N, D, H]; B is the number of sequences if they are packed
+    walks: Any = None  # int32 [2 · sequences]: the first chunk of each packed sequence, and how many it has
 
 
 @jax.tree_util.register_dataclass

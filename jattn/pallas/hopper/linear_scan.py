@@ -61,6 +61,7 @@ def _kernel(
     scores=None,  # A, [B, n, N, 64, 64]
     inverse=None,  # M, [B, n, N, 64, 64]; None without the delta rule
     initial_state=None,  # [B, N, H, D] or [B, N, D, H], or None; of pieces float32 [B * pieces * N, H, D]
+    walks=None,  # int32 [2 · sequences], see `Inputs`
     # outputs (HBM)
     state,  # float32 [B * N, H, D], or [B * N, D, 1, H]; maps [B * (pieces - 1) * N, D + H, 1, H]
     out=None,  # [B, T, N, D]; None with maps
@@ -82,7 +83,7 @@ def _kernel(
         plan=plan, query=query, key=key, value=value, inverse=inverse, scores=scores, vectors=vectors,
         initial_state=initial_state, out=out, state=state, states=states, states_smem=states_smem, q_smem=q_smem,
         k_smem=k_smem, v_smem=v_smem, inverse_smem=inverse_smem, scores_smem=scores_smem, vectors_smem=vectors_smem,
-        out_smem=out_smem, ready=ready, free=free, **place(plan),
+        out_smem=out_smem, ready=ready, free=free, **place(plan, walks),
     )  # fmt: skip
     walk(x, _copy_chunk, _consume, _REGISTERS)
 
@@ -164,6 +165,7 @@ def launch(plan: Plan, inputs, prepared, *, interpret=False):
     if not plan.maps:
         given |= dict(query=inputs.query, scores=prepared.scores)
         given |= {} if inputs.initial_state is None else dict(initial_state=inputs.initial_state)
+        given |= {} if inputs.walks is None else dict(walks=inputs.walks)
     results = result_shapes(plan)
 
     def body(*refs, **allocations):

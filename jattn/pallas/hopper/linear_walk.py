@@ -1,7 +1,7 @@
 """What walks over the chunks of a sequence share, `linear_scan`, `linear_channel_scan` and those of the backwards: the
 producer, and the ends of a consumer, which has 64 columns of one head's state, or of its gradient, transposed.
 
-A thread block walks over a sequence, or over a piece of one. Then there are two launches. What a piece of tokens does
+A thread block walks over a sequence, or over a piece of one; then there are two launches. What a piece of tokens does
 to a state is a map, S ↦ M S + S_own: the first launch (`Plan.maps`) has no queries and no outputs, and its columns are
 those of the values, which start from 0, and those of the unit matrix, which have no values. `linear_combine` makes of
 the maps the states that enter the pieces, and the second launch starts from these.
@@ -20,24 +20,29 @@ from jattn.pallas.hopper.linear_plan import COLUMNS, copy_rows, saved_states
 from jattn.pallas.hopper.lists import i32
 
 
-def place(plan, *, reverse: bool = False) -> dict:
+def place(plan, walks, *, reverse: bool = False) -> dict:
     """Which warpgroup this is, and what its thread block walks over: head and first column, the piece and its first
     chunk, and how many there are.
 
     Args:
+        walks: of packed sequences, see `Inputs`; else None.
         reverse: from the last chunk to the first, as a backward does, which asks for no map of the first piece.
     """
     warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
     part, rest = lax.rem(block, i32(plan.parts)), lax.div(block, i32(plan.parts))
     head, rest = lax.rem(rest, i32(plan.N)), lax.div(rest, i32(plan.N))
-    walked, batch = lax.rem(rest, i32(plan.walked)), lax.div(rest, i32(plan.walked))
+    walked, sequence = lax.rem(rest, i32(plan.walked)), lax.div(rest, i32(plan.walked))
     piece = walked + int(plan.maps and reverse)
-    begin = i32(0) if plan.pieces == 1 else piece * plan.piece
-    # Traced in any case: the index of a loop over a constant number is int64 in 64-bit mode.
-    length = jnp.minimum(batch, 0) + min(plan.piece or plan.chunks, plan.chunks)
+    if walks is None:
+        begin = i32(0) if plan.pieces == 1 else piece * plan.piece
+        # Traced in any case: the index of a loop over a constant number is int64 in 64-bit mode.
+        length = jnp.minimum(sequence, 0) + min(plan.piece or plan.chunks, plan.chunks)
+        chunks = jnp.minimum(length, i32(plan.chunks) - begin)
+    else:
+        begin, chunks = walks[2 * sequence], walks[2 * sequence + 1]
     return dict(
-        warpgroup=warpgroup, first=part * (COLUMNS * plan.warpgroups), head=head, batch=batch,
-        piece=piece, begin=begin, reverse=reverse, chunks=jnp.minimum(length, i32(plan.chunks) - begin),
+        warpgroup=warpgroup, first=part * (COLUMNS * plan.warpgroups), head=head, sequence=sequence,
+        batch=sequence if walks is None else i32(0), piece=piece, begin=begin, chunks=chunks, reverse=reverse,
     )  # fmt: skip
 
 
@@ -147,18 +152,18 @@ def initial_state(x):
     if x.initial_state is None:
         return ptx.zeros(plan.H)
     if plan.pieces > 1:
-        index = (x.batch * plan.pieces + x.piece) * plan.N + x.head
+        index = (x.sequence * plan.pieces + x.piece) * plan.N + x.head
         return linear_tiles.ld_global_tile(x.initial_state, index, i32(0), x.column, plan.H, transposed=True)
     if plan.options.state_layout == "kv":
-        return memory.ld_global(x.initial_state, x.batch, x.head, i32(0), x.column, plan.H, transposed=True)
-    return memory.ld_global(x.initial_state, x.batch, x.head, x.column, i32(0), plan.H)
+        return memory.ld_global(x.initial_state, x.sequence, x.head, i32(0), x.column, plan.H, transposed=True)
+    return memory.ld_global(x.initial_state, x.sequence, x.head, x.column, i32(0), plan.H)
 
 
 def write_state(x, S):
     """The map, or the final state, from its transpose."""
     plan = x.plan
     if plan.maps:
-        index = (x.batch * plan.walked + x.piece - int(x.reverse)) * plan.N + x.head
+        index = (x.sequence * plan.walked + x.piece - int(x.reverse)) * plan.N + x.head
         memory.st_global(x.state, (index, x.column, i32(0)), S, i32(COLUMNS))
     elif plan.pieces == 1:
         _write_final(x, S)
@@ -167,7 +172,7 @@ def write_state(x, S):
 
 
 def _write_final(x, S):
-    index = x.batch * x.plan.N + x.head
+    index = x.sequence * x.plan.N + x.head
     if x.plan.options.state_layout == "kv":
         linear_tiles.st_global_transposed(x.state, index, x.column, S)
     else:
@@ -180,7 +185,8 @@ def result_shapes(plan) -> dict:
         shape = plan.B * plan.walked * plan.N, plan.columns, 1, plan.H
         return dict(state=jax.ShapeDtypeStruct(shape, jnp.float32))
     by_keys = plan.options.state_layout == "kv"
-    shape = (plan.B * plan.N, plan.H, plan.D) if by_keys else (plan.B * plan.N, plan.D, 1, plan.H)
+    heads = plan.states * plan.N
+    shape = (heads, plan.H, plan.D) if by_keys else (heads, plan.D, 1, plan.H)
     found = dict(
         out=jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.D), plan.dtype),
         state=jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -195,5 +201,5 @@ def results_of(plan, found):
         return found[0].reshape(-1, plan.columns, plan.H)
     out, state, *states = found
     by_keys = plan.options.state_layout == "kv"
-    state = state.reshape(plan.B, plan.N, *((plan.H, plan.D) if by_keys else (plan.D, plan.H)))
+    state = state.reshape(plan.states, plan.N, *((plan.H, plan.D) if by_keys else (plan.D, plan.H)))
     return out, state, states[0] if states else None

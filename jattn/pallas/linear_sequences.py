@@ -1,0 +1,111 @@
+"""Ends of sequences, for kernels of linear attention that know of whole chunks and of decays alone.
+
+    segment_ids    a token that starts from an empty state has a decay that leaves nothing of it
+    cu_seqlens     tokens are moved to where every sequence begins a chunk of its own, and results back; the walks over
+                   chunks are told where each sequence begins, so that its bits are those it has alone
+
+Both need gates and β as numbers: they are computed here, in float32.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn._gates import activated, log_decay
+from jattn._linear import CHUNK, RULES
+from jattn.pallas.hopper.linear_gates import LEAST
+
+_TOKENS = "query", "key", "value", "g", "beta"
+_GATED = {"linear.delta_rule": RULES["gated_delta_rule"], "linear.linear_attention": RULES["simple_gla"]}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where tokens of packed sequences lie: in n = ceil(T / 64) + M - 1 chunks, those of each sequence in order."""
+
+    token: Any  # int32 [n · 64]: which token is at a place; T where none is
+    place: Any  # int32 [T]: where a token is; n · 64 for one that no sequence has
+    walks: Any  # int32 [2 · M]: the first chunk of each sequence, and how many it has
+
+    def spread(self, x):
+        """[1, T, ...] -> [1, n · 64, ...], 0 where no token is: what lies in memory between sequences is not read."""
+        return jnp.take(x, self.token, axis=1, mode="fill", fill_value=0)
+
+    def gathered(self, x):
+        """[1, n · 64, ...] -> [1, T, ...], 0 for tokens that no sequence has."""
+        return jnp.take(x, self.place, axis=1, mode="fill", fill_value=0)
+
+
+def places(cu_seqlens, T: int) -> Places:
+    """Of `cu_seqlens [M + 1]`; whatever it holds, nothing lies outside the arrays."""
+    M = cu_seqlens.shape[0] - 1
+    n = -(-T // CHUNK) + M - 1
+    cu = jnp.clip(cu_seqlens.astype(jnp.int32), 0, T)
+    lengths = jnp.maximum(cu[1:] - cu[:-1], 0)
+    counts = -(-lengths // CHUNK)
+    ends = jnp.minimum(jnp.cumsum(counts, dtype=jnp.int32), n)
+    first = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    place = jnp.arange(n * CHUNK, dtype=jnp.int32)
+    sequence = jnp.searchsorted(ends, place // CHUNK, side="right").astype(jnp.int32)
+    sequence = jnp.minimum(sequence, M - 1)
+    index = place - first[sequence] * CHUNK
+    token = jnp.where(index < lengths[sequence], cu[sequence] + index, T)
+    back = jnp.full(T, n * CHUNK, jnp.int32).at[token].set(place, mode="drop")
+    return Places(token, back, jnp.stack([first, ends - first], axis=1).reshape(-1))
+
+
+def with_own_gates(arrays, context):
+    """The arrays with zeros for gates and β of tokens that no sequence has."""
+    if context.cu_seqlens is None:
+        return arrays
+    found = places(context.cu_seqlens, arrays.query.shape[1])
+    own = found.place < found.token.shape[0]
+    zeroed = lambda x: None if x is None else jnp.where(own.reshape(1, -1, *[1] * (x.ndim - 2)), x, 0)  # noqa: E731
+    return dataclasses.replace(arrays, g=zeroed(arrays.g), beta=zeroed(arrays.beta))
+
+
+def laid_out(arrays, context, options):
+    """`(arrays, options, Places or None)`: the call as the kernels take it."""
+    if context.resets is None and context.cu_seqlens is None:
+        return arrays, options, None
+    arrays, options = _without_gates(arrays, options)
+    if context.resets is not None:
+        arrays, options = _restarted(arrays, context.resets, options)
+    if context.cu_seqlens is None:
+        return arrays, options, None
+    found = places(context.cu_seqlens, arrays.query.shape[1])
+    tokens = {name: found.spread(x) for name in _TOKENS if (x := getattr(arrays, name)) is not None}
+    return dataclasses.replace(arrays, **tokens), options, found
+
+
+def _without_gates(arrays, options):
+    """The same call with log decays and β themselves, float32."""
+    beta = None if arrays.beta is None else activated(arrays.beta.astype(jnp.float32), options.beta_activation)
+    arrays = dataclasses.replace(arrays, g=log_decays(arrays, options), beta=beta, A_log=None, dt_bias=None)
+    return arrays, dataclasses.replace(options, gate=None, beta_activation=None)
+
+
+def log_decays(arrays, options):
+    """The logs of the decays, float32, from what a gate makes them of; None without any."""
+    g, A_log, dt_bias = (
+        None if x is None else x.astype(jnp.float32) for x in (arrays.g, arrays.A_log, arrays.dt_bias)
+    )
+    if options.gate is None:
+        return g
+    if A_log is not None and options.rule.decay == "channel":
+        A_log = A_log[:, None]
+    return log_decay(g, A_log, dt_bias, options.gate, options.lower_bound)
+
+
+def _restarted(arrays, resets, options):
+    """The same call with a decay that leaves nothing of the state where a token starts anew."""
+    N = arrays.value.shape[2]
+    resets = jnp.broadcast_to(resets[..., None], (*resets.shape, N))
+    if options.rule.decay is None:
+        arrays = dataclasses.replace(arrays, g=jnp.where(resets, jnp.float32(LEAST), 0))
+        return arrays, dataclasses.replace(options, rule=_GATED[options.rule.op])
+    resets = resets[..., None] if options.rule.decay == "channel" else resets
+    return dataclasses.replace(arrays, g=jnp.where(resets, jnp.float32(LEAST), arrays.g)), options
