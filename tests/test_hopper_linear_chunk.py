@@ -178,7 +178,6 @@ def test_keeps_what_any_backward_reads(D, capfd):
         ("not H=192", dict(H=192), {}),
         ("not D=96", dict(D=96), {}),
         ("not mode='recurrent'", {}, dict(mode="recurrent")),
-        ("checkpoints", {}, dict(checkpoints=[64])),
     ],
 )
 def test_refuses(reason, options, keywords):

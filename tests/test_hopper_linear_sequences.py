@@ -4,6 +4,7 @@ import dataclasses
 
 import aot
 import baseline_linear
+import compare
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -139,6 +140,13 @@ def emulated(call, capfd, *cotangents):
     return (out, state), {name: x for name, x in vars(got).items() if x is not None}
 
 
+def forward(call, capfd):
+    run = quickly(lambda x, context: mosaic.forward(x, context, call.options, rest=False, interpret=True)[0])
+    found = jax.block_until_ready(run(call.arrays, call.context))
+    assert "RACE" not in capfd.readouterr().out
+    return found
+
+
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_sequences_are_each_alone(name, capfd):
     op, options = PACKED[name]
@@ -170,14 +178,41 @@ def hold_segments(p, out, state, got, dout, dfinal):
 
 def test_bits_are_those_alone(capfd):
     p = packed(KDA)
-    forward = lambda call: quickly(  # noqa: E731
-        lambda x, context: mosaic.forward(x, context, call.options, rest=False, interpret=True)[0]
-    )(call.arrays, call.context)
-    out, states, _ = jax.block_until_ready(forward(described_packed(KDA, p)))
-    own, state, _ = jax.block_until_ready(forward(described(KDA, alone(p, 1))))
-    assert "RACE" not in capfd.readouterr().out
+    out, states, _ = forward(described_packed(KDA, p), capfd)
+    own, state, _ = forward(described(KDA, alone(p, 1)), capfd)
     np.testing.assert_array_equal(np.asarray(out)[:, ROWS[1]], np.asarray(own))
     np.testing.assert_array_equal(np.asarray(states)[1], np.asarray(state)[0])
+
+
+@pytest.mark.parametrize("op, layout", [(GATED, "kv"), (KDA, "vk")])
+def test_checkpoints_are_the_states_in_between(op, layout, capfd):
+    p = make(op, T=128)
+    offsets = jnp.array([[0, 128, 64, 128]])
+    call = described(op, by_head.turned(p, layout), state_layout=layout, checkpoints=offsets)
+    assert mosaic.why_not(call.problem) is None and mosaic.why_not_backward(call.problem) is not None
+    _, *states = forward(call, capfd)
+    hold_checkpoints(p, *(np.swapaxes(x, -1, -2) if layout == "vk" else np.asarray(x) for x in states))
+
+
+def hold_checkpoints(p, last, states):
+    for i in (1, 3):
+        np.testing.assert_array_equal(states[:, i], last)
+    np.testing.assert_array_equal(states[:, 0], p.initial_state)
+    half = p.tokens(0, 64)
+    yards = [y["state"] for y in baseline_linear.gradients(half, *cotangents(half))]
+    compare.check("after 64", states[:, 2], oracle_linear.last(half)[1], yards, p.query.dtype)
+
+
+def test_checkpoints_of_packed_sequences(capfd):
+    """What does not exist is NaN."""
+    p = packed(GATED)
+    offsets = jnp.array([[64, 0], [64, 1], [64, 128], [2**30, -64]])
+    call = described_packed(GATED, p, checkpoints=offsets)
+    _, last, states = map(np.asarray, forward(call, capfd))
+    exists = np.array([[0, 1], [1, 0], [1, 0], [0, 0]], bool)
+    assert np.isnan(states[~exists]).all() and np.isfinite(states[exists]).all()
+    np.testing.assert_array_equal(states[0, 1], p.initial_state[0])
+    np.testing.assert_array_equal(states[2, 0], last[2])  # of a chunk
 
 
 # Where tokens are put
@@ -236,20 +271,24 @@ def test_run_where_named(monkeypatch):
 
 @pytest.mark.aot
 @pytest.mark.parametrize("op", [GATED, KDA])
-@pytest.mark.parametrize("how", ["packed", "segments"])
+@pytest.mark.parametrize("how", ["packed", "segments", "checkpoints"])
 def test_compiles_for_an_h200(op, how):
     make = (by_channel if op in BY_CHANNEL else by_head).empty_call
     call = make(op, B=1, T=1100, K=16, gate="softplus", beta_activation="sigmoid2", qk_l2norm=True)
     if how == "packed":
         context = dataclasses.replace(call.context, cu_seqlens=jnp.zeros(5, jnp.int32))
         arrays = dataclasses.replace(call.arrays, initial_state=jnp.zeros((4, 32, 128, 128)))
-    else:
+    elif how == "segments":
         arrays, context = call.arrays, dataclasses.replace(call.context, resets=jnp.zeros((1, 1100), bool))
+    else:
+        arrays, context = call.arrays, dataclasses.replace(call.context, checkpoints=jnp.zeros((1, 3), jnp.int32))
     leaves, structure = jax.tree.flatten((arrays, context))
 
     def run(*leaves):
         arrays, context = structure.unflatten(leaves)
-        (out, state, _), rest = mosaic.forward(arrays, context, call.options)
+        (out, state, checkpoints), rest = mosaic.forward(arrays, context, call.options)
+        if checkpoints is not None:
+            return out, state, checkpoints
         return out, mosaic.backward(arrays, context, call.options, rest, (out, state, None))
 
     found = aot.compile_for_h200(run, *leaves)
@@ -289,3 +328,13 @@ def test_segments_on_a_gpu(name):
 
     (out, state), got = jax.jit(run)(p.arrays(), dout, dfinal)
     hold_segments(p, out, state, got, dout, dfinal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", [GATED, KDA])
+@pytest.mark.parametrize("piece", [None, 1])
+def test_checkpoints_on_a_gpu(op, piece):
+    p = make(op, T=128, H=128, D=128)
+    options = dict(implementation="mosaic", config=mosaic.ChunkConfig(piece), return_final_state=True)
+    out, last, states = jax.jit(lambda x: call(op, p, x, checkpoints=[0, 128, 64, 128], **options))(p.arrays())
+    hold_checkpoints(p, np.asarray(last), np.asarray(states))

@@ -27,7 +27,7 @@ from jattn.pallas.hopper import (
 )
 from jattn.pallas.hopper.linear_plan import Gradients, Inputs, Plan, warpgroups_of
 from jattn.pallas.linear_partition import divided, letters, letters_of
-from jattn.pallas.linear_sequences import laid_out, log_decays, with_own_gates
+from jattn.pallas.linear_sequences import checkpoints_of, laid_out, log_decays, with_own_gates
 
 __all__ = [
     "PLATFORM", "ChunkConfig", "backward", "choose", "forward", "why_not", "why_not_backward", "why_not_here",
@@ -73,8 +73,6 @@ def why_not(problem) -> str | None:
         return f"has mode='chunk' alone, not mode={problem.mode!r}"
     if problem.dtype != "bfloat16":
         return f"runs bfloat16, not {problem.dtype}"
-    if problem.checkpoints:
-        return "has no checkpoints"
     states = {problem.state_dtype, problem.initial_state} - {None, "float32", "bfloat16"}
     if states:
         return f"states must be float32 or bfloat16, not {states.pop()}"
@@ -89,13 +87,13 @@ def why_not_unnamed(problem, *, backward=False) -> str | None:
     """What has only been emulated, and compiled for an H200, since it last ran on one."""
     if backward:
         return "its backward has not run on a GPU in this version"
-    if problem.sequences is not None or problem.resets:
-        return "with cu_seqlens or segment_ids it has not run on a GPU"
+    if problem.sequences is not None or problem.resets or problem.checkpoints:
+        return "with cu_seqlens, segment_ids or checkpoints it has not run on a GPU"
     return None
 
 
 def forward(arrays, context, options, *, rest=True, interpret=False, multiprocessors=_MULTIPROCESSORS):
-    """`((out, final state, None), Residuals or None)`; see `_linear` for the arguments.
+    """`((out, final state, checkpoints or None), Residuals or None)`; see `_linear` for the arguments.
 
     Args:
         rest: whether a backward follows; residuals="recompute" leaves it nothing.
@@ -113,6 +111,10 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
         inputs, plan, places = _laid_out(
             arrays, context, options, multiprocessors, stages=2 if save or by_channel else 3, save=save
         )
+        if context.checkpoints is not None:
+            plan = dataclasses.replace(plan, checkpoints=context.checkpoints.shape[1])
+            wanted = checkpoints_of(context.checkpoints, arrays.query.shape[1], plan.chunks, places)
+            inputs = dataclasses.replace(inputs, slots=wanted.slots if plan.checkpoints else None)
 
         def run(inputs):
             prepare, scan = _KERNELS[by_channel]
@@ -120,19 +122,23 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
             walk = lambda plan, state: scan.launch(  # noqa: E731
                 plan, dataclasses.replace(inputs, initial_state=state), prepared, interpret=interpret
             )
-            out, state, states = linear_pieces.in_pieces(walk, plan, inputs.initial_state, **how)
+            out, state, written, states = linear_pieces.in_pieces(walk, plan, inputs.initial_state, **how)
             scores = prepared.scores if by_channel else None
-            return out, state, Residuals(states, scores, prepared.inverse) if save else None
+            return out, state, written, Residuals(states, scores, prepared.inverse) if save else None
 
-        out, *rest = mapped_in_turn(run, unrolled=bool(interpret))(inputs)
-        return out if places is None else places.gathered(out), *rest
+        out, state, written, rest = mapped_in_turn(run, unrolled=bool(interpret))(inputs)
+        if context.checkpoints is not None:
+            written = wanted.picked(written, _initial_state(arrays, context, options))
+        return out if places is None else places.gathered(out), state, written, rest
 
     of, arrays_of = _letters(arrays, context)
     matrices = of.saved if by_channel else None, of.saved if options.rule.delta else None
-    results = of.value, of.initial_state, Residuals(of.saved, *matrices) if save else None
+    results = of.value, of.initial_state, None if context.checkpoints is None else of.saved
+    results = *results, Residuals(of.saved, *matrices) if save else None
     operands = arrays, context
-    out, state, saved = part(*operands) if interpret else divided(part, operands, arrays_of, results)
-    return vary(((out.astype(options.out_dtype), state.astype(options.state_dtype), None), saved), axes)
+    out, *states, saved = part(*operands) if interpret else divided(part, operands, arrays_of, results)
+    states = (None if x is None else x.astype(options.state_dtype) for x in states)
+    return vary(((out.astype(options.out_dtype), *states), saved), axes)
 
 
 def _nothing_to_launch(arrays, context):
@@ -145,14 +151,24 @@ def _sequences(arrays, context):
 
 def _untouched(arrays, context, options):
     """The results where no sequence has a token."""
-    (B, T, _, H), (N, D) = arrays.query.shape, arrays.value.shape[2:]
-    state, M = arrays.initial_state, _sequences(arrays, context)
-    if state is None:
-        state = jnp.zeros((M, N, D, H) if options.state_layout == "vk" else (M, N, H, D), options.state_dtype)
-    return jnp.zeros((B, T, N, D), options.out_dtype), state.astype(options.state_dtype), None
+    state, offsets = _initial_state(arrays, context, options).astype(options.state_dtype), context.checkpoints
+    if offsets is not None:
+        beside = offsets[..., None, None, None] == 0
+        offsets = jnp.where(beside, state[:, None], jnp.nan).astype(options.state_dtype)
+    return jnp.zeros(arrays.value.shape, options.out_dtype), state, offsets
+
+
+def _initial_state(arrays, context, options):
+    if arrays.initial_state is not None:
+        return arrays.initial_state.astype(jnp.float32)
+    H, (N, D) = arrays.query.shape[3], arrays.value.shape[2:]
+    last = (D, H) if options.state_layout == "vk" else (H, D)
+    return jnp.zeros((_sequences(arrays, context), N, *last), jnp.float32)
 
 
 def why_not_backward(problem) -> str | None:
+    if problem.checkpoints:
+        return "has no gradient of checkpoints"
     return "has no gradient of a traced scale" if problem.traced_scale else None
 
 
@@ -205,8 +221,9 @@ def backward(arrays, context, options, rest, cotangents, *, interpret=False, mul
 def _letters(arrays, context):
     """`(letters by name, those of arrays and context)`, see `linear_partition`."""
     batch = "b" if context.cu_seqlens is None else None
-    cu_seqlens, resets = None if batch else P(None), None if context.resets is None else P(batch, None)
-    return letters_of(batch), (letters(arrays, batch), Context(cu_seqlens, resets))
+    given = dict(cu_seqlens=P(None), resets=P(batch, None), checkpoints=P(batch, None))
+    given = {name: None if getattr(context, name) is None else axes for name, axes in given.items()}
+    return letters_of(batch), (letters(arrays, batch), Context(**given))
 
 
 def _group_sums(x, K):

@@ -1,10 +1,11 @@
 """Ends of sequences, for kernels of linear attention that know of whole chunks and of decays alone.
 
     segment_ids    a token that starts from an empty state has a decay that leaves nothing of it
+    checkpoints    a chunk is told whether the state after it is wanted
     cu_seqlens     tokens are moved to where every sequence begins a chunk of its own, and results back; the walks over
                    chunks are told where each sequence begins, so that its bits are those it has alone
 
-Both need gates and β as numbers: they are computed here, in float32.
+Segments and packed sequences need gates and β as numbers: they are computed here, in float32.
 """
 
 import dataclasses
@@ -29,6 +30,7 @@ class Places:
     token: Any  # int32 [n · 64]: which token is at a place; T where none is
     place: Any  # int32 [T]: where a token is; n · 64 for one that no sequence has
     walks: Any  # int32 [2 · M]: the first chunk of each sequence, and how many it has
+    lengths: Any  # int32 [M]
 
     def spread(self, x):
         """[1, T, ...] -> [1, n · 64, ...], 0 where no token is: what lies in memory between sequences is not read."""
@@ -54,7 +56,7 @@ def places(cu_seqlens, T: int) -> Places:
     index = place - first[sequence] * CHUNK
     token = jnp.where(index < lengths[sequence], cu[sequence] + index, T)
     back = jnp.full(T, n * CHUNK, jnp.int32).at[token].set(place, mode="drop")
-    return Places(token, back, jnp.stack([first, ends - first], axis=1).reshape(-1))
+    return Places(token, back, jnp.stack([first, ends - first], axis=1).reshape(-1), lengths)
 
 
 def with_own_gates(arrays, context):
@@ -65,6 +67,41 @@ def with_own_gates(arrays, context):
     own = found.place < found.token.shape[0]
     zeroed = lambda x: None if x is None else jnp.where(own.reshape(1, -1, *[1] * (x.ndim - 2)), x, 0)  # noqa: E731
     return dataclasses.replace(arrays, g=zeroed(arrays.g), beta=zeroed(arrays.beta))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    """States that are wanted after so many tokens."""
+
+    slots: Any  # int32 [B · n]: which of its sequence's checkpoints the state after a chunk is; -1 none
+    slot: Any  # int32 [M, count]: where it is written; 0 where it is not
+    starts: Any  # bool [M, count]: it is the initial state
+    exists: Any  # bool [M, count]
+
+    def picked(self, written, initial):
+        """`[M, count, N, ·, ·]`, NaN where there is no such token."""
+        beside = lambda a: a[..., None, None, None]  # noqa: E731
+        if written is not None:
+            written = jnp.take_along_axis(written, beside(self.slot), axis=1)
+        found = initial[:, None] if written is None else jnp.where(beside(self.starts), initial[:, None], written)
+        return jnp.where(beside(self.exists), found, jnp.nan)
+
+
+def checkpoints_of(offsets, T: int, chunks: int, places: Places | None) -> Checkpoints:
+    """Of `offsets [M, count]`; chunks are those of a row."""
+    M, count = offsets.shape
+    lengths = T if places is None else places.lengths[:, None]
+    exists = (offsets >= 0) & (offsets <= lengths) & (offsets % CHUNK == 0)
+    if places is None:
+        first, total = jnp.arange(M, dtype=jnp.int32)[:, None] * chunks, M * chunks
+    else:
+        first, total = places.walks[::2, None], chunks
+    at = jnp.where(exists & (offsets > 0), first + offsets // CHUNK - 1, total)
+    order = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), at.shape)
+    slots = jnp.full(total, -1, jnp.int32).at[at].set(order, mode="drop")  # of equal offsets any
+    slot = jnp.maximum(jnp.take(slots, at, mode="fill", fill_value=0), 0)
+    return Checkpoints(slots, slot, offsets == 0, exists)
 
 
 def laid_out(arrays, context, options):

@@ -205,10 +205,10 @@ def _walk(plan, given, interpret):
         interpret=interpret,
         approximate=False,
     )(*given.values())
+    found = dict(zip(results, found, strict=True))
     if plan.maps:
         return results_of(plan, found)
-    found = dict(zip(results, found, strict=True))
-    return found | dict(dinitial=results_of(plan, (None, found.pop("state")))[1])
+    return found | dict(dinitial=results_of(plan, dict(state=found.pop("state")))[1])
 
 
 def _stages(plan) -> int:

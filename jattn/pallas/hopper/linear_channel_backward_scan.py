@@ -172,7 +172,8 @@ def _walk(plan, given, dout, state, walks, interpret):
         interpret=interpret,
         approximate=False,
     )(*given, *others.values())
-    return results_of(plan, found)
+    found = results_of(plan, dict(zip(results, found, strict=True)))
+    return found if plan.maps else (found[0], found[1], found[3])
 
 
 def _scratch(plan, given) -> dict:

@@ -42,6 +42,7 @@ from jattn.pallas.hopper.linear_walk import (
     results_of,
     states_smem,
     walk,
+    write_checkpoint,
     write_entering,
     write_out,
     write_state,
@@ -59,9 +60,11 @@ def _kernel(
     prepared,  # `Prepared`
     initial_state=None,  # [B, N, H, D] or [B, N, D, H], or None; of pieces float32 [B * pieces * N, H, D]
     walks=None,  # int32 [2 · sequences], see `Inputs`
+    slots=None,  # int32 [B · n]
     # outputs (HBM)
     state,  # float32 [B * N, H, D], or [B * N, D, 1, H]; maps [B * (pieces - 1) * N, D + H, 1, H]
     out=None,  # [B, T, N, D]; None with maps
+    checkpoints=None,  # as state; None if nobody asks
     states=None,  # that enter each chunk, [B, n, N, H, D]; None without plan.save
     # shared memory, matrices in slabs of 64 columns
     v_smem,  # [stages, warpgroups, 64, 64]
@@ -73,7 +76,8 @@ def _kernel(
     free,  # [stages] every warpgroup is done with the chunk
 ):
     x = SimpleNamespace(
-        plan=plan, value=value, prepared=prepared, initial_state=initial_state, out=out, state=state, states=states,
+        plan=plan, value=value, prepared=prepared, initial_state=initial_state, out=out, state=state, slots=slots,
+        checkpoints=checkpoints, states=states,
         states_smem=states_smem, v_smem=v_smem, matrices=matrices, out_smem=out_smem, ready=ready, free=free,
         **place(plan, walks),
     )  # fmt: skip
@@ -138,6 +142,7 @@ def _one_chunk(x, i, S):
     plgpu.barrier_arrive(x.free.at[slot])
     if outputs:
         write_out(x, chunk_of(x, i), o[0].astype(dtype))
+    write_checkpoint(x, chunk_of(x, i), S)
     return S
 
 
@@ -145,8 +150,7 @@ def _one_chunk(x, i, S):
 
 
 def launch(plan: Plan, inputs, prepared, *, interpret=False):
-    """Runs the kernel: `(out [B, T, N, D], state float32 [B, N, H, D], or [B, N, D, H], states or None)`; with
-    plan.maps these alone, see `linear_walk.results_of`.
+    """Runs the kernel: what `linear_walk.results_of` says, states in the layout of the call.
 
     Args:
         inputs: with pieces, its initial_state is what enters each of them, as `linear_combine` returns it.
@@ -155,9 +159,9 @@ def launch(plan: Plan, inputs, prepared, *, interpret=False):
         prepared = dataclasses.replace(prepared, query=None, scores=None)
     given = {name: x for name, x in vars(prepared).items() if x is not None}
     others = dict(value=inputs.value)
-    if inputs.initial_state is not None and not plan.maps:
-        others |= dict(initial_state=inputs.initial_state)
-    others |= {} if inputs.walks is None else dict(walks=inputs.walks)
+    if not plan.maps:
+        names = "initial_state", "walks", "slots"
+        others |= {name: a for name in names if (a := getattr(inputs, name)) is not None}
     results = result_shapes(plan)
 
     def body(*refs, **allocations):
@@ -178,7 +182,7 @@ def launch(plan: Plan, inputs, prepared, *, interpret=False):
         interpret=interpret,
         approximate=False,
     )(*given.values(), *others.values())
-    return results_of(plan, found)
+    return results_of(plan, dict(zip(results, found, strict=True)))
 
 
 def _scratch(plan, given) -> dict:

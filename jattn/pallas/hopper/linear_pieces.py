@@ -26,7 +26,8 @@ def in_pieces(walk, plan: Plan, state, *, multiprocessors: int, reverse: bool = 
         return walk(dataclasses.replace(plan, piece=None), state)
     of = lambda pieces, columns: warpgroups_of(plan.B * pieces * plan.N, columns, multiprocessors)  # noqa: E731
     pieces, columns = plan.pieces, plan.D + plan.H
-    maps = walk(dataclasses.replace(plan, maps=True, save=False, warpgroups=of(pieces - 1, columns)), None)
+    mapping = dict(maps=True, save=False, checkpoints=0, warpgroups=of(pieces - 1, columns))
+    maps = walk(dataclasses.replace(plan, **mapping), None)
     entering = linear_combine.launch(plan, maps, state, reverse=reverse, interpret=interpret)
     return walk(dataclasses.replace(plan, warpgroups=of(pieces, plan.D)), entering)
 

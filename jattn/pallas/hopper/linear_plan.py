@@ -32,6 +32,7 @@ class Plan:
     save: bool = False  # the state that enters each chunk, for a backward
     piece: int | None = None  # chunks that a thread block of the scan walks over; None: the whole sequence
     maps: bool = False  # the scan computes maps of pieces, see `linear_walk`
+    checkpoints: int = 0  # states of each sequence that are written on the way
     sequences: int | None = None  # packed ones, which begin chunks of their own, see `linear_sequences`; then B is 1
     dtype: str = "bfloat16"
 
@@ -91,6 +92,7 @@ class Inputs:
     dt_bias: Any = None  # float32 [N]
     initial_state: Any = None  # [B, N, H, D] or [B, N, D, H]; B is the number of sequences if they are packed
     walks: Any = None  # int32 [2 · sequences]: the first chunk of each packed sequence, and how many it has
+    slots: Any = None  # int32 [B · n]: which of its sequence's checkpoints the state after a chunk is; -1 none
 
 
 @jax.tree_util.register_dataclass

@@ -41,6 +41,7 @@ from jattn.pallas.hopper.linear_walk import (
     results_of,
     states_smem,
     walk,
+    write_checkpoint,
     write_entering,
     write_out,
     write_state,
@@ -62,9 +63,11 @@ def _kernel(
     inverse=None,  # M, [B, n, N, 64, 64]; None without the delta rule
     initial_state=None,  # [B, N, H, D] or [B, N, D, H], or None; of pieces float32 [B * pieces * N, H, D]
     walks=None,  # int32 [2 · sequences], see `Inputs`
+    slots=None,  # int32 [B · n]
     # outputs (HBM)
     state,  # float32 [B * N, H, D], or [B * N, D, 1, H]; maps [B * (pieces - 1) * N, D + H, 1, H]
     out=None,  # [B, T, N, D]; None with maps
+    checkpoints=None,  # as state; None if nobody asks
     states=None,  # that enter each chunk, [B, n, N, H, D]; None without plan.save
     # shared memory, matrices in slabs of 64 columns; maps need no room for queries, scores and outputs
     k_smem,  # [stages, slabs of H, 64, 64]
@@ -81,7 +84,8 @@ def _kernel(
 ):
     x = SimpleNamespace(
         plan=plan, query=query, key=key, value=value, inverse=inverse, scores=scores, vectors=vectors,
-        initial_state=initial_state, out=out, state=state, states=states, states_smem=states_smem, q_smem=q_smem,
+        initial_state=initial_state, out=out, state=state, slots=slots,
+        checkpoints=checkpoints, states=states, states_smem=states_smem, q_smem=q_smem,
         k_smem=k_smem, v_smem=v_smem, inverse_smem=inverse_smem, scores_smem=scores_smem, vectors_smem=vectors_smem,
         out_smem=out_smem, ready=ready, free=free, **place(plan, walks),
     )  # fmt: skip
@@ -147,6 +151,7 @@ def _one_chunk(x, i, S):
         write_out(x, chunk_of(x, i), o.astype(dtype))  # while the tensor core is at S
     (S,) = ptx.wgmma_wait_group(0, S)
     plgpu.barrier_arrive(x.free.at[slot])
+    write_checkpoint(x, chunk_of(x, i), S)
     return S
 
 
@@ -154,8 +159,7 @@ def _one_chunk(x, i, S):
 
 
 def launch(plan: Plan, inputs, prepared, *, interpret=False):
-    """Runs the kernel: `(out [B, T, N, D], state float32 [B, N, H, D], or [B, N, D, H], states or None)`; with
-    plan.maps these alone, see `linear_walk.results_of`.
+    """Runs the kernel: what `linear_walk.results_of` says, states in the layout of the call.
 
     Args:
         inputs: with pieces, its initial_state is what enters each of them, as `linear_combine` returns it.
@@ -164,8 +168,8 @@ def launch(plan: Plan, inputs, prepared, *, interpret=False):
     given |= {} if prepared.inverse is None else dict(inverse=prepared.inverse)
     if not plan.maps:
         given |= dict(query=inputs.query, scores=prepared.scores)
-        given |= {} if inputs.initial_state is None else dict(initial_state=inputs.initial_state)
-        given |= {} if inputs.walks is None else dict(walks=inputs.walks)
+        names = "initial_state", "walks", "slots"
+        given |= {name: a for name in names if (a := getattr(inputs, name)) is not None}
     results = result_shapes(plan)
 
     def body(*refs, **allocations):
@@ -181,7 +185,7 @@ def launch(plan: Plan, inputs, prepared, *, interpret=False):
         interpret=interpret,
         approximate=False,
     )(*given.values())
-    return results_of(plan, found)
+    return results_of(plan, dict(zip(results, found, strict=True)))
 
 
 def _scratch(plan) -> dict:

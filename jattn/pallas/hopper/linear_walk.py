@@ -172,11 +172,24 @@ def write_state(x, S):
 
 
 def _write_final(x, S):
-    index = x.sequence * x.plan.N + x.head
+    _write_to(x, x.state, x.sequence, S)
+
+
+def _write_to(x, states, number, S):
+    index = number * x.plan.N + x.head
     if x.plan.options.state_layout == "kv":
-        linear_tiles.st_global_transposed(x.state, index, x.column, S)
+        linear_tiles.st_global_transposed(states, index, x.column, S)
     else:
-        memory.st_global(x.state, (index, x.column, i32(0)), S, i32(COLUMNS))
+        memory.st_global(states, (index, x.column, i32(0)), S, i32(COLUMNS))
+
+
+def write_checkpoint(x, chunk, S):
+    """The state after a chunk, from its transpose, where one is wanted."""
+    if x.slots is None:
+        return
+    slot = x.slots[x.batch * x.plan.chunks + chunk]
+    number = x.sequence * x.plan.checkpoints + slot
+    pl.when(slot >= 0)(lambda: _write_to(x, x.checkpoints, number, S))
 
 
 def result_shapes(plan) -> dict:
@@ -184,22 +197,21 @@ def result_shapes(plan) -> dict:
     if plan.maps:
         shape = plan.B * plan.walked * plan.N, plan.columns, 1, plan.H
         return dict(state=jax.ShapeDtypeStruct(shape, jnp.float32))
-    by_keys = plan.options.state_layout == "kv"
-    heads = plan.states * plan.N
-    shape = (heads, plan.H, plan.D) if by_keys else (heads, plan.D, 1, plan.H)
-    found = dict(
-        out=jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.D), plan.dtype),
-        state=jax.ShapeDtypeStruct(shape, jnp.float32),
-    )
+    last = (plan.H, plan.D) if plan.options.state_layout == "kv" else (plan.D, 1, plan.H)
+    states = lambda count: jax.ShapeDtypeStruct((count * plan.N, *last), jnp.float32)  # noqa: E731
+    out = jax.ShapeDtypeStruct((plan.B, plan.T, plan.N, plan.D), plan.dtype)
+    found = dict(out=out, state=states(plan.states))
+    found |= dict(checkpoints=states(plan.states * plan.checkpoints)) if plan.checkpoints else {}
     return found | dict(zip(("states",), saved_states(plan), strict=False))
 
 
 def results_of(plan, found):
-    """What `launch` returns: `(out, state [B, N, ·, ·], states or None)`, or maps [B * (pieces − 1) * N, D + H, H],
-    which are S_own and then M, both transposed."""
+    """What `launch` returns, from arrays by name: out, state [B, N, ·, ·], checkpoints [B, ·, N, ·, ·] and states, or
+    None; or maps [B * (pieces − 1) * N, D + H, H], which are S_own and then M, both transposed."""
     if plan.maps:
-        return found[0].reshape(-1, plan.columns, plan.H)
-    out, state, *states = found
-    by_keys = plan.options.state_layout == "kv"
-    state = state.reshape(plan.states, plan.N, *((plan.H, plan.D) if by_keys else (plan.D, plan.H)))
-    return out, state, states[0] if states else None
+        return found["state"].reshape(-1, plan.columns, plan.H)
+    last = (plan.H, plan.D) if plan.options.state_layout == "kv" else (plan.D, plan.H)
+    state, checkpoints = found["state"].reshape(plan.states, plan.N, *last), found.get("checkpoints")
+    if checkpoints is not None:
+        checkpoints = checkpoints.reshape(plan.states, plan.checkpoints, plan.N, *last)
+    return found.get("out"), state, checkpoints, found.get("states")
