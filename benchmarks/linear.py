@@ -2,8 +2,9 @@
 `./run bench scaling`: one sequence of it, longer and longer, beside softmax attention.
 
 On a GPU bfloat16 and kernel times by CUPTI, elsewhere float32, small shapes and wall time. Every call is first held
-against the recurrence, token by token. Times are set beside two limits, at the bandwidth of a copy measured in the same
-run: the bytes that this implementation's plan moves, and those of one kernel that reads its inputs and writes out.
+against the recurrence, token by token, and with the first shape of each op its gradients too. Times are set beside two
+limits, at the bandwidth of a copy measured in the same run: the bytes that this implementation's plan moves, and those
+of one kernel that reads its inputs and writes out.
 """
 
 import dataclasses
@@ -134,10 +135,13 @@ def linear_suite(arguments):
     dtype = "bfloat16" if on_gpu else "float32"
     rate = copy_rate(on_gpu)
     print(f"copy {rate / 1e9:.0f} GB/s", flush=True)
+    ops = set()
     for shape in selected(GPU if on_gpu else CPU, arguments):
         inputs, passes = shape.inputs(dtype), (False,) if shape.step else (False, True)
         functions = {(name, of): f for of in passes for name, f in built(shape, of, on_gpu).items()}
-        functions = agreeing(shape, gpu.compiled(functions, inputs), inputs, dtype)
+        gradients = not shape.step and shape.op not in ops  # they take long to compile
+        functions = agreeing(shape, gpu.compiled(functions, inputs), inputs, dtype, gradients)
+        ops |= {shape.op} if gradients else set()
         for backward in passes:
             calls = {name: (f, inputs) for (name, of), f in functions.items() if of == backward}
             yield from rows(shape, dtype, backward, times(calls, arguments.repeats, on_gpu), rate)
@@ -174,18 +178,23 @@ def passes(function, backward):
     return both
 
 
-def agreeing(shape, functions, inputs, dtype):
+def agreeing(shape, functions, inputs, dtype, gradients=False):
     """The functions, by name and pass, that compute the recurrence, called once; a peer that does not is left out,
-    jattn stops the run."""
+    jattn stops the run.
+
+    Args:
+        gradients: hold these against the recurrence too; else of a pass with gradients its output alone.
+    """
     recurrent = functools.partial(getattr(linear, shape.op), **shape.options, mode="recurrent")
-    tokens, states = inputs[:5], inputs[5:]
-    truth = jax.jit(lambda *x: recurrent(*x[:5], **(dict(initial_state=x[5]) if states else {})))(*tokens, *states)
-    truth, found = truth.astype(jnp.float32), {}
+    states = inputs[5:]
+    attend = passes(lambda *x: recurrent(*x[:5], **(dict(initial_state=x[5]) if states else {})), gradients)
+    truth, found = jax.tree.leaves(jax.jit(attend)(*inputs)), {}
     for (name, of), function in functions.items():
         result = gpu.attempt(name, lambda f=function: jax.block_until_ready(f(*inputs)))
         if result is None:
             continue
-        off = float(jnp.abs(gpu.first(result).astype(jnp.float32) - truth).max() / jnp.abs(truth).max())
+        pairs = zip(jax.tree.leaves(result), truth, strict=False)
+        off = max(float(_apart(x, y)) for x, y in (pairs if gradients else [next(pairs)]))
         if off <= AGREEMENT[dtype]:
             found[name, of] = function
         elif name == "jattn":
@@ -193,6 +202,13 @@ def agreeing(shape, functions, inputs, dtype):
         else:
             print(f"  {name} differs from the recurrence by {off:.1e}: not timed", flush=True)
     return found
+
+
+@jax.jit
+def _apart(x, truth):
+    """max|x − y| / max|y|."""
+    x, truth = x.astype(jnp.float32), truth.astype(jnp.float32)
+    return jnp.abs(x - truth).max() / jnp.abs(truth).max()
 
 
 def times(calls, repeats, on_gpu):
