@@ -50,6 +50,23 @@ def test_on_two_gpus_nothing_is_gathered(batch, heads, K, mode):
 
 
 @pytest.mark.aot
+def test_packed_sequences_are_divided_by_heads():
+    mesh = Mesh(devices(2), ("x",), axis_types=(AxisType.Auto,))
+    tokens = [
+        jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=NamedSharding(mesh, P(*x.sharding.spec[1:])))
+        for x in arrays(mesh, None, "x", 2)
+    ]
+    cu_seqlens = jax.ShapeDtypeStruct((4,), "int32", sharding=NamedSharding(mesh, P()))
+
+    def gradients(cu_seqlens, *x):
+        how = dict(cu_seqlens=cu_seqlens, qk_l2norm=True, implementation="mosaic")
+        return jax.grad(lambda *x: linear.gated_delta_rule(*x, **how).astype(jnp.float32).sum(), range(5))(*x)
+
+    hlo = jax.jit(gradients).lower(cu_seqlens, *tokens).compile().as_text()
+    assert "mosaic_gpu" in hlo and not GATHERS.findall(hlo)
+
+
+@pytest.mark.aot
 @pytest.mark.parametrize("count, pool", [(1, True), (2, False), (2, True)])
 def test_a_step_on_several_gpus_updates_its_states_in_place(count, pool):
     """By heads; without a pool by sequences too. One launch, and no copy of the states."""

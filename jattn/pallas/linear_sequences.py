@@ -6,6 +6,10 @@
                    chunks are told where each sequence begins, so that its bits are those it has alone
 
 Segments and packed sequences need gates and β as numbers: they are computed here, in float32.
+
+Prediction: moving the tokens of a forward reads and writes 3.1 kB a token and head where decays are by channel, 2.1 kB
+where they are by head, at the 4.3 TB/s of a copy 0.19 and 0.13 ms for T = 8192 and 32 heads. Kernels that read packed
+rows where they are would save that, but would have to clear rows of the next sequence in a last chunk.
 """
 
 import dataclasses
