@@ -2,7 +2,12 @@
 
 import os
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
+import pytest
+
+_MAPS = Path("/proc/self/maps")
+_MOST_MAPS = 30_000  # Linux ends a process that asks for more than 65,530; a compiled program takes six
 AOT_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm")
 
 
@@ -48,3 +53,13 @@ def pytest_collection_modifyitems(config, items):
     if out:
         config.hook.pytest_deselected(items=list(out))
         items[:] = [item for item in items if item not in out]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_programs_are_forgotten():
+    """After a module, once there are many: one process runs a thousand tests."""
+    yield
+    if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MOST_MAPS:
+        import jax
+
+        jax.clear_caches()
