@@ -2,9 +2,9 @@
 `./run bench scaling`: one sequence of it, longer and longer, beside softmax attention.
 
 On a GPU bfloat16 and kernel times by CUPTI, elsewhere float32, small shapes and wall time. Every call is first held
-against the recurrence, token by token, and with the first shape of each op its gradients too. Times are set beside two
-limits, at the bandwidth of a copy measured in the same run: the bytes that this implementation's plan moves, and those
-of one kernel that reads its inputs and writes out.
+against the recurrence, token by token, and with the first shape of each kind its gradients too. Times are set beside
+two limits, at the bandwidth of a copy measured in the same run: the bytes that this implementation's plan moves, and
+those of one kernel that reads its inputs and writes out.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import gpu, providers, timing
 from benchmarks.shapes import selected
@@ -24,7 +25,8 @@ JLA = {"kda": "kda", "gated_delta_rule": "gated_deltanet"}
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One call. Of a step, B is the number of sequences; with a gate, the op makes the decays of bfloat16 numbers."""
+    """One call. Of a step, B is the number of sequences; with a gate, the op makes the decays of bfloat16 numbers;
+    `sequences` of all lengths are packed into one row."""
 
     op: str
     B: int
@@ -33,14 +35,28 @@ class Shape:
     H: int = 128
     step: bool = False
     gate: bool = False
+    sequences: int | None = None
 
     def __str__(self):
-        gate = " from gates" if self.gate else ""
-        return f"{self.op}{'_step' if self.step else ''} B{self.B} T{self.T} N{self.N} H{self.H}{gate}"
+        more = " from gates" if self.gate else "" if self.sequences is None else f" packed {self.sequences}"
+        return f"{self.op}{'_step' if self.step else ''} B{self.B} T{self.T} N{self.N} H{self.H}{more}"
 
     @property
     def options(self):
         return dict(qk_l2norm=True) | (dict(gate="bounded", lower_bound=BOUND) if self.gate else {})
+
+    def attend(self, *inputs, recurrent=False, **options):
+        """The op on what `inputs` returns; or the recurrence, of a step too."""
+        op = getattr(linear, f"{self.op}_step" if self.step and not recurrent else self.op)
+        options |= dict(mode="recurrent") if recurrent else {}
+        if self.sequences is None:
+            return op(*inputs, **self.options, **options)
+        return op(*(x[0] for x in inputs), cu_seqlens=self.offsets(), **self.options, **options)[None]
+
+    def offsets(self):
+        """Where packed sequences begin, at random."""
+        cuts = np.sort(np.random.default_rng(0).choice(np.arange(1, self.T), self.sequences - 1, replace=False))
+        return np.array([0, *cuts, self.T])
 
     @property
     def by_channel(self):
@@ -86,18 +102,24 @@ class Shape:
             forward = (2 * m + 2 * square) + (4 * m + 2 * square)
             prepare, scan = 2 * m + square, 5 * m + 2 * square + states
             chunk, scores = 7 * m + square + 2 * states, 0
-        return self.token_heads * (forward + (states + prepare + scan + chunk + scores if backward else 0))
+        backwards = states + prepare + scan + chunk + scores if backward else 0
+        if self.sequences is not None:  # tokens are moved to chunks of their sequence, and results back
+            moved = 3 * m + (4 * self.H if self.by_channel else 0)
+            forward += 2 * moved + 2 * m
+            backwards += 2 * moved + 2 * moved + 2 * m if backward else 0
+        return self.token_heads * (forward + backwards)
 
 
 GPU = (
     Shape("kda", 1, 8192, 32), Shape("kda", 4, 4096, 32), Shape("kda", 1, 65536, 16),
     Shape("gated_delta_rule", 1, 8192, 32), Shape("gated_delta_rule", 4, 4096, 32),
     Shape("gated_delta_rule", 1, 8192, 8), Shape("kda", 1, 8192, 32, gate=True),
+    Shape("kda", 1, 8192, 32, sequences=16), Shape("gated_delta_rule", 1, 8192, 32, sequences=16),
     Shape("kda", 64, 1, 96, step=True), Shape("kda", 256, 1, 128, step=True), Shape("kda", 1, 1, 96, step=True),
 )  # fmt: skip
 CPU = (
     Shape("kda", 1, 1024, 4, 64), Shape("gated_delta_rule", 1, 1024, 4, 64), Shape("kda", 16, 1, 4, 64, step=True),
-    Shape("kda", 1, 1024, 4, 64, gate=True),
+    Shape("kda", 1, 1024, 4, 64, gate=True), Shape("kda", 1, 1024, 4, 64, sequences=5),
 )  # fmt: skip
 SCALING_GPU = tuple(Shape("kda", 1, 1024 << i, 16) for i in range(8))
 SCALING_CPU = tuple(Shape("kda", 1, 256 << i, 4, 64) for i in range(6))
@@ -135,13 +157,14 @@ def linear_suite(arguments):
     dtype = "bfloat16" if on_gpu else "float32"
     rate = copy_rate(on_gpu)
     print(f"copy {rate / 1e9:.0f} GB/s", flush=True)
-    ops = set()
+    held = set()
     for shape in selected(GPU if on_gpu else CPU, arguments):
         inputs, passes = shape.inputs(dtype), (False,) if shape.step else (False, True)
         functions = {(name, of): f for of in passes for name, f in built(shape, of, on_gpu).items()}
-        gradients = not shape.step and shape.op not in ops  # they take long to compile
+        kind = shape.op, shape.sequences is None
+        gradients = not shape.step and kind not in held  # they take long to compile
         functions = agreeing(shape, gpu.compiled(functions, inputs), inputs, dtype, gradients)
-        ops |= {shape.op} if gradients else set()
+        held |= {kind} if gradients else set()
         for backward in passes:
             calls = {name: (f, inputs) for (name, of), f in functions.items() if of == backward}
             yield from rows(shape, dtype, backward, times(calls, arguments.repeats, on_gpu), rate)
@@ -149,9 +172,8 @@ def linear_suite(arguments):
 
 def built(shape, backward, on_gpu):
     """name -> compiled function of the inputs."""
-    op = getattr(linear, f"{shape.op}_step" if shape.step else shape.op)
-    functions = {"jattn": functools.partial(op, **shape.options, implementation="mosaic" if on_gpu else None)}
-    if on_gpu and shape.op in JLA and not (shape.step or shape.gate):
+    functions = {"jattn": functools.partial(shape.attend, implementation="mosaic" if on_gpu else None)}
+    if on_gpu and shape.op in JLA and not (shape.step or shape.gate or shape.sequences):
         functions["jla"] = gpu.attempt("jla", lambda: jla(shape.op))
     return {name: jax.jit(passes(f, backward)) for name, f in functions.items() if f is not None}
 
@@ -185,9 +207,11 @@ def agreeing(shape, functions, inputs, dtype, gradients=False):
     Args:
         gradients: hold these against the recurrence too; else of a pass with gradients its output alone.
     """
-    recurrent = functools.partial(getattr(linear, shape.op), **shape.options, mode="recurrent")
-    states = inputs[5:]
-    attend = passes(lambda *x: recurrent(*x[:5], **(dict(initial_state=x[5]) if states else {})), gradients)
+    def recurrent(*x):
+        states = dict(initial_state=x[5]) if shape.step else {}
+        return shape.attend(*x[:5], recurrent=True, **states)
+
+    attend = passes(recurrent, gradients)
     truth, found = jax.tree.leaves(jax.jit(attend)(*inputs)), {}
     for (name, of), function in functions.items():
         result = gpu.attempt(name, lambda f=function: jax.block_until_ready(f(*inputs)))
