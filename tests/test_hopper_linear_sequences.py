@@ -220,10 +220,10 @@ def test_checkpoints_of_packed_sequences(capfd):
 
 def test_places():
     found = linear_sequences.places(jnp.asarray(CU), T)
-    token, place, walks = map(np.asarray, (found.token, found.place, found.walks.reshape(-1, 2)))
-    np.testing.assert_array_equal(walks, [[0, 0], [0, 2], [2, 1], [3, 1]])
+    token, place, walks = map(np.asarray, (found.token, found.place, found.walks.reshape(-1, 3)))
+    np.testing.assert_array_equal(walks, [[1, 0, 2], [2, 2, 1], [3, 3, 1], [0, 0, 0]])
     assert len(token) == 64 * (3 + 3) and np.sum(token < T) == 137
-    for rows, (first, _) in zip(ROWS, walks, strict=True):
+    for rows, first in zip(ROWS, np.asarray(found.first), strict=True):
         np.testing.assert_array_equal(place[rows], first * 64 + np.arange(rows.stop - rows.start))
         np.testing.assert_array_equal(token[place[rows]], np.arange(T)[rows])
     assert np.all(place[[0, 2, 140, 149]] == len(token))
@@ -233,7 +233,8 @@ def test_places():
 def test_wild_offsets_stay_inside(cu):
     found = jax.jit(linear_sequences.places, static_argnums=1)(jnp.array(cu, jnp.int32), T)
     n = found.token.shape[0]
-    first, count = np.asarray(found.walks).reshape(-1, 2).T
+    sequence, first, count = np.asarray(found.walks).reshape(-1, 3).T
+    assert sorted(sequence) == list(range(len(cu) - 1))
     assert n == 64 * (3 + len(cu) - 2) and np.all((first >= 0) & (count >= 0) & (first + count <= n // 64))
     assert np.all((0 <= found.token) & (found.token <= T)) and np.all((0 <= found.place) & (found.place <= n))
 

@@ -3,7 +3,8 @@
     segment_ids    a token that starts from an empty state has a decay that leaves nothing of it
     checkpoints    a chunk is told whether the state after it is wanted
     cu_seqlens     tokens are moved to where every sequence begins a chunk of its own, and results back; the walks over
-                   chunks are told where each sequence begins, so that its bits are those it has alone
+                   chunks are told where each sequence begins, so that its bits are those it has alone; they begin
+                   with the longest, because a device waits for the last one
 
 Segments and packed sequences need gates and β as numbers: they are computed here, in float32.
 
@@ -33,8 +34,9 @@ class Places:
 
     token: Any  # int32 [n · 64]: which token is at a place; T where none is
     place: Any  # int32 [T]: where a token is; n · 64 for one that no sequence has
-    walks: Any  # int32 [2 · M]: the first chunk of each sequence, and how many it has
+    first: Any  # int32 [M]: the first chunk of each sequence
     lengths: Any  # int32 [M]
+    walks: Any  # int32 [3 · M]: see `Inputs`
 
     def spread(self, x):
         """[1, T, ...] -> [1, n · 64, ...], 0 where no token is: what lies in memory between sequences is not read."""
@@ -60,7 +62,9 @@ def places(cu_seqlens, T: int) -> Places:
     index = place - first[sequence] * CHUNK
     token = jnp.where(index < lengths[sequence], cu[sequence] + index, T)
     back = jnp.full(T, n * CHUNK, jnp.int32).at[token].set(place, mode="drop")
-    return Places(token, back, jnp.stack([first, ends - first], axis=1).reshape(-1), lengths)
+    order = jnp.argsort(first - ends).astype(jnp.int32)
+    walks = jnp.stack([order, first[order], (ends - first)[order]], axis=1).reshape(-1)
+    return Places(token, back, first, lengths, walks)
 
 
 def with_own_gates(arrays, context):
@@ -100,7 +104,7 @@ def checkpoints_of(offsets, T: int, chunks: int, places: Places | None) -> Check
     if places is None:
         first, total = jnp.arange(M, dtype=jnp.int32)[:, None] * chunks, M * chunks
     else:
-        first, total = places.walks[::2, None], chunks
+        first, total = places.first[:, None], chunks
     at = jnp.where(exists & (offsets > 0), first + offsets // CHUNK - 1, total)
     order = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), at.shape)
     slots = jnp.full(total, -1, jnp.int32).at[at].set(order, mode="drop")  # of equal offsets any

@@ -60,7 +60,7 @@ def _kernel(
     scores,  # A, [B, n, N, 64, 64]
     vectors,  # float32 [B, n, N, 8, 64]
     initial_state=None,  # gradient of the final one, [B, N, H, D] or [B, N, D, H]; of pieces as in `linear_scan`
-    walks=None,  # int32 [2 · sequences], see `Inputs`
+    walks=None,  # int32 [3 · sequences], see `Inputs`
     inverse=None,  # M, [B, n, N, 64, 64]; None without the delta rule
     # outputs (HBM), the first alone with maps
     state,  # gradient of the initial one, float32 [B * N, H, D], or [B * N, D, 1, H]; maps as in `linear_scan`

@@ -59,7 +59,7 @@ def _kernel(
     dout,  # [B, T, N, D]
     prepared,  # `Prepared`
     initial_state=None,  # gradient of the final one, [B, N, H, D] or [B, N, D, H]; of pieces as in `linear_scan`
-    walks=None,  # int32 [2 · sequences], see `Inputs`
+    walks=None,  # int32 [3 · sequences], see `Inputs`
     # outputs (HBM), the first alone with maps
     state,  # gradient of the initial one, float32 [B * N, H, D], or [B * N, D, 1, H]; maps as in `linear_scan`
     out=None,  # dz, [B, T, N, D]

@@ -59,7 +59,7 @@ def _kernel(
     value,  # [B, T, N, D]
     prepared,  # `Prepared`
     initial_state=None,  # [B, N, H, D] or [B, N, D, H], or None; of pieces float32 [B * pieces * N, H, D]
-    walks=None,  # int32 [2 · sequences], see `Inputs`
+    walks=None,  # int32 [3 · sequences], see `Inputs`
     slots=None,  # int32 [B · n]
     # outputs (HBM)
     state,  # float32 [B * N, H, D], or [B * N, D, 1, H]; maps [B * (pieces - 1) * N, D + H, 1, H]

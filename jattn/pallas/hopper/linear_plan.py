@@ -91,7 +91,7 @@ class Inputs:
     A_log: Any = None  # float32 [N]
     dt_bias: Any = None  # float32 [N]
     initial_state: Any = None  # [B, N, H, D] or [B, N, D, H]; B is the number of sequences if they are packed
-    walks: Any = None  # int32 [2 · sequences]: the first chunk of each packed sequence, and how many it has
+    walks: Any = None  # int32 [3 · sequences]: a packed sequence, its first chunk and how many; the longest first
     slots: Any = None  # int32 [B · n]: which of its sequence's checkpoints the state after a chunk is; -1 none
 
 

@@ -62,7 +62,7 @@ def _kernel(
     scores=None,  # A, [B, n, N, 64, 64]
     inverse=None,  # M, [B, n, N, 64, 64]; None without the delta rule
     initial_state=None,  # [B, N, H, D] or [B, N, D, H], or None; of pieces float32 [B * pieces * N, H, D]
-    walks=None,  # int32 [2 · sequences], see `Inputs`
+    walks=None,  # int32 [3 · sequences], see `Inputs`
     slots=None,  # int32 [B · n]
     # outputs (HBM)
     state,  # float32 [B * N, H, D], or [B * N, D, 1, H]; maps [B * (pieces - 1) * N, D + H, 1, H]

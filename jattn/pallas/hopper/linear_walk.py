@@ -39,7 +39,7 @@ def place(plan, walks, *, reverse: bool = False) -> dict:
         length = jnp.minimum(sequence, 0) + min(plan.piece or plan.chunks, plan.chunks)
         chunks = jnp.minimum(length, i32(plan.chunks) - begin)
     else:
-        begin, chunks = walks[2 * sequence], walks[2 * sequence + 1]
+        sequence, begin, chunks = (walks[3 * sequence + i] for i in range(3))
     return dict(
         warpgroup=warpgroup, first=part * (COLUMNS * plan.warpgroups), head=head, sequence=sequence,
         batch=sequence if walks is None else i32(0), piece=piece, begin=begin, chunks=chunks, reverse=reverse,
