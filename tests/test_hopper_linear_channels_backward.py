@@ -15,6 +15,7 @@ from test_hopper_linear_channels import BF16, COMPILED, alike, described, empty_
 
 from jattn._linear import Context
 from jattn.pallas import linear_chunk as mosaic
+from jattn.pallas import linear_launch
 from jattn.reference import linear as reference
 
 GLA = dict(beta=None, qk_l2norm=False)
@@ -157,7 +158,7 @@ def test_compiles_for_an_h200(name):
     call = empty_call(op, **{key: x for key, x in options.items() if key != "scale"})
     if name == "float32 decays":
         call = dataclasses.replace(call, arrays=dataclasses.replace(call.arrays, g=call.arrays.g.astype("float32")))
-    plan = mosaic._plan(call.arrays, call.options, 132, save=True)
+    plan = linear_launch.plan_of(call.arrays, call.options, 132, save=True)
     states = jax.ShapeDtypeStruct((plan.B, plan.chunks, plan.N, plan.H, plan.D), BF16)
     squares = jax.ShapeDtypeStruct((plan.B, plan.chunks, plan.N, 64, 64), BF16)
     rest = mosaic.Residuals(states, squares, squares if op == "kda" else None)

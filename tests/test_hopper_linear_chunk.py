@@ -176,7 +176,7 @@ def test_keeps_what_any_backward_reads(D, capfd):
     [
         ("not float32", dict(dtype=np.float32), {}),
         ("not H=192", dict(H=192), {}),
-        ("not D=96", dict(D=96), {}),
+        ("not D=320", dict(D=320), {}),
         ("not mode='recurrent'", {}, dict(mode="recurrent")),
     ],
 )

@@ -19,6 +19,7 @@ from linear_cases import call, cotangents, hold, problem, quickly
 from jattn import _dispatch
 from jattn._linear import Context
 from jattn.pallas import linear_chunk as mosaic
+from jattn.pallas import linear_launch
 from jattn.pallas.hopper import linear_combine
 from jattn.pallas.hopper.linear_plan import Plan
 
@@ -182,7 +183,7 @@ def test_sequences_are_cut_where_heads_are_few():
 def test_a_config_reaches_the_kernels():
     call = described(GATED, make(GATED), None)
     options = _dispatch.resolve(call.problem, call.options, "mosaic", mosaic.ChunkConfig(7))
-    assert options.config.piece == 7 and mosaic._plan(call.arrays, options, 132).pieces == 1
+    assert options.config.piece == 7 and linear_launch.plan_of(call.arrays, options, 132).pieces == 1
 
 
 # Compiled without a GPU

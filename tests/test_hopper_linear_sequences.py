@@ -166,14 +166,14 @@ def test_segments_start_anew(name, capfd):
     assert mosaic.why_not(call.problem) is None
     dout, dfinal = cotangents(p)
     (out, state), got = emulated(call, capfd, dout, dfinal)
-    hold_segments(p, out, state, got, dout, dfinal)
+    hold_with_states(p, out, state, got, dout, dfinal)
 
 
-def hold_segments(p, out, state, got, dout, dfinal):
+def hold_with_states(p, out, state, got, dout, dfinal):
     truth, yards = oracle_linear.backward(p, dout, dfinal), list(baseline_linear.gradients(p, dout, dfinal))
     want, last = oracle_linear.last(p)
     found = {name: np.asarray(x) for name, x in got.items()} | {"out": np.asarray(out), "state": np.asarray(state)}
-    hold("segments", found, truth | {"out": want, "state": last}, yards, p.query.dtype)
+    hold("with states", found, truth | {"out": want, "state": last}, yards, p.query.dtype)
 
 
 def test_bits_are_those_alone(capfd):
@@ -328,7 +328,7 @@ def test_segments_on_a_gpu(name):
         return results, pull((dout, dfinal))[0]
 
     (out, state), got = jax.jit(run)(p.arrays(), dout, dfinal)
-    hold_segments(p, out, state, got, dout, dfinal)
+    hold_with_states(p, out, state, got, dout, dfinal)
 
 
 @pytest.mark.gpu

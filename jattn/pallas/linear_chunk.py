@@ -1,11 +1,12 @@
 """`implementation="mosaic"` of linear attention: what the Hopper kernels need, and their reasons.
 
-The kernels are in `jattn.pallas.hopper`: `linear_prepare` and `linear_scan` for one decay a head,
-`linear_channel_prepare` and `linear_channel_scan` for one a channel; their backwards are `linear_backward` and
+`linear_launch` runs the kernels, which are in `jattn.pallas.hopper`: `linear_prepare` and `linear_scan` for one decay a
+head, `linear_channel_prepare` and `linear_channel_scan` for one a channel; their backwards are `linear_backward` and
 `linear_channel_backward`.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +15,12 @@ from jax.sharding import PartitionSpec as P
 from jattn._gates import activated
 from jattn._linear import Context, Residuals
 from jattn._varying import unvary, vary, varying_axes
-from jattn.pallas._compat import mapped_in_turn
+from jattn.pallas import linear_launch
 from jattn.pallas.attention import PLATFORM, why_not_here
-from jattn.pallas.hopper import (
-    linear_backward,
-    linear_channel_backward,
-    linear_channel_prepare,
-    linear_channel_scan,
-    linear_pieces,
-    linear_prepare,
-    linear_scan,
-)
-from jattn.pallas.hopper.linear_plan import Gradients, Inputs, Plan, warpgroups_of
+from jattn.pallas.hopper.linear_pieces import piece_of
+from jattn.pallas.hopper.linear_plan import Gradients
 from jattn.pallas.linear_partition import divided, letters, letters_of
-from jattn.pallas.linear_sequences import checkpoints_of, laid_out, log_decays, with_own_gates
+from jattn.pallas.linear_sequences import log_decays, with_own_gates
 
 __all__ = [
     "PLATFORM", "ChunkConfig", "backward", "choose", "forward", "why_not", "why_not_backward", "why_not_here",
@@ -36,8 +29,6 @@ __all__ = [
 
 _LARGEST_H, _LARGEST_D = 128, 256
 _MULTIPROCESSORS = 132
-_KERNELS = (linear_prepare, linear_scan), (linear_channel_prepare, linear_channel_scan)  # by head, by channel
-_BACKWARDS = linear_backward, linear_channel_backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +50,7 @@ def choose(problem, config) -> ChunkConfig:
     """Sequences are cut where there are too few heads; however long they are, since bits must not depend on that."""
     packed = problem is not None and problem.sequences is not None
     if config is None:
-        return ChunkConfig(None if packed else linear_pieces.piece_of(problem.B * problem.N, problem.D))
+        return ChunkConfig(None if packed else piece_of(problem.B * problem.N, problem.D))
     if not isinstance(config, ChunkConfig):
         raise TypeError(f"config={config!r} is not a jattn.pallas.linear_chunk.ChunkConfig, which mosaic takes")
     if packed and config.piece is not None:
@@ -77,8 +68,8 @@ def why_not(problem) -> str | None:
     if states:
         return f"states must be float32 or bfloat16, not {states.pop()}"
     for letter, width, most in (("H", problem.H, _LARGEST_H), ("D", problem.D, _LARGEST_D)):
-        if not isinstance(width, int) or width % 64 or width > most:
-            return f"head dims must be multiples of 64, H to {_LARGEST_H} and D to {_LARGEST_D}, not {letter}={width}"
+        if not isinstance(width, int) or width > most:
+            return f"head dims must be at most H={_LARGEST_H} and D={_LARGEST_D}, not {letter}={width}"
     symbolic = [f"{name}={n}" for name in "BTN" if not isinstance(n := getattr(problem, name), int)]
     return f"needs static shapes, not {symbolic[0]}" if symbolic else None
 
@@ -89,6 +80,8 @@ def why_not_unnamed(problem, *, backward=False) -> str | None:
         return "its backward has not run on a GPU in this version"
     if problem.sequences is not None or problem.resets or problem.checkpoints:
         return "with cu_seqlens, segment_ids or checkpoints it has not run on a GPU"
+    if problem.H % 64 or problem.D % 64:
+        return "with head dims that are not multiples of 64 it has not run on a GPU"
     return None
 
 
@@ -104,35 +97,12 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
     arrays, context = unvary((arrays, context))  # the body of a kernel is not about them
     if _nothing_to_launch(arrays, context):
         return vary((_untouched(arrays, context, options), None), axes)
-    save, by_channel = rest and options.residuals == "save", options.rule.decay == "channel"
-    how = dict(multiprocessors=multiprocessors, interpret=interpret)
-
-    def part(arrays, context):
-        inputs, plan, places = _laid_out(
-            arrays, context, options, multiprocessors, stages=2 if save or by_channel else 3, save=save
-        )
-        if context.checkpoints is not None:
-            plan = dataclasses.replace(plan, checkpoints=context.checkpoints.shape[1])
-            wanted = checkpoints_of(context.checkpoints, arrays.query.shape[1], plan.chunks, places)
-            inputs = dataclasses.replace(inputs, slots=wanted.slots if plan.checkpoints else None)
-
-        def run(inputs):
-            prepare, scan = _KERNELS[by_channel]
-            prepared = prepare.launch(plan, inputs, **how)
-            walk = lambda plan, state: scan.launch(  # noqa: E731
-                plan, dataclasses.replace(inputs, initial_state=state), prepared, interpret=interpret
-            )
-            out, state, written, states = linear_pieces.in_pieces(walk, plan, inputs.initial_state, **how)
-            scores = prepared.scores if by_channel else None
-            return out, state, written, Residuals(states, scores, prepared.inverse) if save else None
-
-        out, state, written, rest = mapped_in_turn(run, unrolled=bool(interpret))(inputs)
-        if context.checkpoints is not None:
-            written = wanted.picked(written, _initial_state(arrays, context, options))
-        return out if places is None else places.gathered(out), state, written, rest
-
+    save = rest and options.residuals == "save"
+    part = functools.partial(
+        linear_launch.forward, options=options, save=save, multiprocessors=multiprocessors, interpret=interpret
+    )
     of, arrays_of = _letters(arrays, context)
-    matrices = of.saved if by_channel else None, of.saved if options.rule.delta else None
+    matrices = of.saved if options.rule.decay == "channel" else None, of.saved if options.rule.delta else None
     results = of.value, of.initial_state, None if context.checkpoints is None else of.saved
     results = *results, Residuals(of.saved, *matrices) if save else None
     operands = arrays, context
@@ -142,28 +112,17 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
 
 
 def _nothing_to_launch(arrays, context):
-    return 0 in arrays.query.shape[:2] or _sequences(arrays, context) == 0
-
-
-def _sequences(arrays, context):
-    return arrays.query.shape[0] if context.cu_seqlens is None else context.cu_seqlens.shape[0] - 1
+    return 0 in arrays.query.shape[:2] or linear_launch.sequences(arrays, context) == 0
 
 
 def _untouched(arrays, context, options):
     """The results where no sequence has a token."""
-    state, offsets = _initial_state(arrays, context, options).astype(options.state_dtype), context.checkpoints
+    state, offsets = linear_launch.initial_state(arrays, context, options), context.checkpoints
+    state = state.astype(options.state_dtype)
     if offsets is not None:
         beside = offsets[..., None, None, None] == 0
         offsets = jnp.where(beside, state[:, None], jnp.nan).astype(options.state_dtype)
     return jnp.zeros(arrays.value.shape, options.out_dtype), state, offsets
-
-
-def _initial_state(arrays, context, options):
-    if arrays.initial_state is not None:
-        return arrays.initial_state.astype(jnp.float32)
-    H, (N, D) = arrays.query.shape[3], arrays.value.shape[2:]
-    last = (D, H) if options.state_layout == "vk" else (H, D)
-    return jnp.zeros((_sequences(arrays, context), N, *last), jnp.float32)
 
 
 def why_not_backward(problem) -> str | None:
@@ -185,23 +144,9 @@ def backward(arrays, context, options, rest, cotangents, *, interpret=False, mul
         state = None if arrays.initial_state is None else dfinal.astype(arrays.initial_state.dtype)
         return vary(dataclasses.replace(found, initial_state=state), axes)
     by_channel = options.rule.decay == "channel"
-
-    def part(arrays, context, rest, dout, dfinal):
-        inputs, plan, places = _laid_out(arrays, context, options, multiprocessors)
-
-        def run(*operands):
-            how = dict(multiprocessors=multiprocessors, interpret=interpret)
-            found = _BACKWARDS[by_channel].launch(plan, *operands, **how)
-            g, beta = found.g if options.rule.decay else None, found.beta if options.rule.delta else None
-            return dataclasses.replace(found, g=g, beta=beta)
-
-        dout = dout if places is None else places.spread(dout)
-        found = mapped_in_turn(run, unrolled=bool(interpret))(inputs, rest, dout, dfinal)
-        if places is None:
-            return found
-        tokens = jax.tree.map(places.gathered, dataclasses.replace(found, initial_state=None))
-        return dataclasses.replace(tokens, initial_state=found.initial_state)
-
+    part = functools.partial(
+        linear_launch.backward, options=options, multiprocessors=multiprocessors, interpret=interpret
+    )
     operands = arrays, context, rest, dout.astype(arrays.query.dtype), dfinal.astype(jnp.float32)
     of, arrays_of = _letters(arrays, context)
     axes_of = *arrays_of, jax.tree.map(lambda _: of.saved, rest), of.value, of.initial_state
@@ -247,38 +192,3 @@ def _with_gates(arrays, options, found):
     state = None if arrays.initial_state is None else found.initial_state
     tokens = dict(query=found.query, key=found.key, value=found.value, g=g, beta=beta, initial_state=state)
     return dataclasses.replace(arrays, scale=None, **tokens, **parameters)
-
-
-def _laid_out(arrays, context, options, multiprocessors, **how):
-    """`(Inputs, Plan, Places or None)` of a call; `how` are fields of the plan."""
-    sequences = None if context.cu_seqlens is None else _sequences(arrays, context)
-    arrays, options, places = laid_out(arrays, context, options)
-    plan = _plan(arrays, options, multiprocessors, sequences=sequences, **how)
-    inputs = _inputs(arrays)
-    return inputs if places is None else dataclasses.replace(inputs, walks=places.walks), plan, places
-
-
-def _plan(arrays, options, multiprocessors, *, sequences=None, **how) -> Plan:
-    (B, T, K, H), (N, D) = arrays.query.shape, arrays.value.shape[2:]
-    how |= dict(piece=None if options.config is None else options.config.piece, sequences=sequences)
-    warpgroups = warpgroups_of((sequences or B) * N, D, multiprocessors)
-    return Plan(B=B, T=T, N=N, K=K, H=H, D=D, options=_compiled(options), warpgroups=warpgroups, **how)
-
-
-def _inputs(arrays) -> Inputs:
-    wide = lambda x: None if x is None else x.astype(jnp.float32)  # noqa: E731
-    return Inputs(
-        query=arrays.query, key=arrays.key, value=arrays.value, g=_narrow(arrays.g), beta=_narrow(arrays.beta),
-        scale=None if arrays.scale is None else wide(arrays.scale).reshape(1), A_log=wide(arrays.A_log),
-        dt_bias=wide(arrays.dt_bias), initial_state=arrays.initial_state,
-    )  # fmt: skip
-
-
-def _narrow(x):
-    """The kernels read no float64."""
-    return x.astype(jnp.float32) if x is not None and x.dtype == jnp.float64 else x
-
-
-def _compiled(options):
-    """Options without what dispatch chose."""
-    return dataclasses.replace(options, implementation=None, config=None, backward=None, elsewhere=None, sums=None)

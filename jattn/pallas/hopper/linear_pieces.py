@@ -47,7 +47,7 @@ def piece_of(heads: int, D: int) -> int | None:
         by channel   T = 8192,  8 heads      0.180   0.149                   0.233
         by channel   T = 65536, 16 heads             1.991   1.874   1.821   2.320
     """
-    warpgroups = heads * (D // COLUMNS)
+    warpgroups = heads * -(-D // COLUMNS)
     if warpgroups > 40:
         return None
     return 16 if warpgroups <= 16 else 32
