@@ -299,6 +299,17 @@ def test_compiles_for_an_h200(op, how):
 # On a GPU
 
 
+def on_gpu(op, p, x, dout, dfinal, **options):
+    """`(out, state)`, gradients by name; p is what `call` takes its options from."""
+
+    def run(x, dout, dfinal):
+        how = dict(implementation="mosaic", return_final_state=True, **options)
+        results, pull = jax.vjp(lambda x: call(op, p, x, **how), x)
+        return results, pull((dout, dfinal))[0]
+
+    return jax.jit(run)(x, dout, dfinal)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GPU_PACKED)
 def test_packed_sequences_on_a_gpu(name):
@@ -306,13 +317,8 @@ def test_packed_sequences_on_a_gpu(name):
     p = packed(op, **options)
     dout, dfinal = packed_cotangents(p)
     x = {name: a[0] if name in TOKENS else a for name, a in p.arrays().items()}
-
-    def run(x, dout, dfinal):
-        how = dict(implementation="mosaic", return_final_state=True, cu_seqlens=CU)
-        results, pull = jax.vjp(lambda x: call(op, dataclasses.replace(p, initial_state=None), x, **how), x)
-        return results, pull((dout, dfinal))[0]
-
-    (out, state), got = jax.jit(run)(x, dout[0], dfinal)
+    own = dataclasses.replace(p, initial_state=None)
+    (out, state), got = on_gpu(op, own, x, dout[0], dfinal, cu_seqlens=CU)
     check(p, out, state, got, dout, dfinal)
 
 
@@ -322,12 +328,7 @@ def test_segments_on_a_gpu(name):
     op, options = GPU_SEGMENTS[name]
     p = with_segments(op, **options)
     dout, dfinal = cotangents(p)
-
-    def run(x, dout, dfinal):
-        results, pull = jax.vjp(lambda x: call(op, p, x, implementation="mosaic", return_final_state=True), x)
-        return results, pull((dout, dfinal))[0]
-
-    (out, state), got = jax.jit(run)(p.arrays(), dout, dfinal)
+    (out, state), got = on_gpu(op, p, p.arrays(), dout, dfinal)
     hold_with_states(p, out, state, got, dout, dfinal)
 
 
