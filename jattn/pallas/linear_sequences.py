@@ -56,11 +56,12 @@ def places(cu_seqlens, T: int) -> Places:
     counts = -(-lengths // CHUNK)
     ends = jnp.minimum(jnp.cumsum(counts, dtype=jnp.int32), n)
     first = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
-    place = jnp.arange(n * CHUNK, dtype=jnp.int32)
-    sequence = jnp.searchsorted(ends, place // CHUNK, side="right").astype(jnp.int32)
+    chunk = jnp.arange(n, dtype=jnp.int32)
+    sequence = jnp.sum(ends <= chunk[:, None], axis=1, dtype=jnp.int32)  # a search would be a loop of launches
     sequence = jnp.minimum(sequence, M - 1)
-    index = place - first[sequence] * CHUNK
-    token = jnp.where(index < lengths[sequence], cu[sequence] + index, T)
+    index = ((chunk - first[sequence]) * CHUNK)[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)
+    token = jnp.where(index < lengths[sequence][:, None], cu[sequence][:, None] + index, T).reshape(-1)
+    place = jnp.arange(n * CHUNK, dtype=jnp.int32)
     back = jnp.full(T, n * CHUNK, jnp.int32).at[token].set(place, mode="drop")
     order = jnp.argsort(first - ends).astype(jnp.int32)
     walks = jnp.stack([order, first[order], (ends - first)[order]], axis=1).reshape(-1)
