@@ -184,12 +184,14 @@ def test_bits_are_those_alone(capfd):
     np.testing.assert_array_equal(np.asarray(states)[1], np.asarray(state)[0])
 
 
-@pytest.mark.parametrize("op, layout", [(GATED, "kv"), (KDA, "vk")])
-def test_checkpoints_are_the_states_in_between(op, layout, capfd):
+@pytest.mark.parametrize("op, layout, piece", [(GATED, "kv", 1), (KDA, "vk", None)])
+def test_checkpoints_are_the_states_in_between(op, layout, piece, capfd):
     p = make(op, T=128)
     offsets = jnp.array([[0, 128, 64, 128]])
     call = described(op, by_head.turned(p, layout), state_layout=layout, checkpoints=offsets)
     assert mosaic.why_not(call.problem) is None and mosaic.why_not_backward(call.problem) is not None
+    config = mosaic.ChunkConfig(piece)
+    call = dataclasses.replace(call, options=dataclasses.replace(call.options, config=config))
     _, *states = forward(call, capfd)
     hold_checkpoints(p, *(np.swapaxes(x, -1, -2) if layout == "vk" else np.asarray(x) for x in states))
 
@@ -328,8 +330,9 @@ def test_segments_on_a_gpu(name):
     op, options = GPU_SEGMENTS[name]
     p = with_segments(op, **options)
     dout, dfinal = cotangents(p)
-    (out, state), got = on_gpu(op, p, p.arrays(), dout, dfinal)
-    hold_with_states(p, out, state, got, dout, dfinal)
+    for piece in (None, 1):
+        (out, state), got = on_gpu(op, p, p.arrays(), dout, dfinal, config=mosaic.ChunkConfig(piece))
+        hold_with_states(p, out, state, got, dout, dfinal)
 
 
 @pytest.mark.gpu
