@@ -161,7 +161,7 @@ def linear_suite(arguments):
     for shape in selected(GPU if on_gpu else CPU, arguments):
         inputs, passes = shape.inputs(dtype), (False,) if shape.step else (False, True)
         functions = {(name, of): f for of in passes for name, f in built(shape, of, on_gpu).items()}
-        kind = shape.op, shape.sequences is None
+        kind = shape.op, shape.gate, shape.sequences is None
         gradients = not shape.step and kind not in held  # they take long to compile
         functions = agreeing(shape, gpu.compiled(functions, inputs), inputs, dtype, gradients)
         held |= {kind} if gradients else set()
@@ -218,7 +218,7 @@ def agreeing(shape, functions, inputs, dtype, gradients=False):
         if result is None:
             continue
         pairs = zip(jax.tree.leaves(result), truth, strict=False)
-        off = max(float(_apart(x, y)) for x, y in (pairs if gradients else [next(pairs)]))
+        off = float(np.max([_apart(x, y) for x, y in (pairs if gradients else [next(pairs)])]))  # NaN too
         if off <= AGREEMENT[dtype]:
             found[name, of] = function
         elif name == "jattn":

@@ -142,7 +142,7 @@ def test_no_tokens():
     p = make(GATED, T=64)
     call = described(GATED, p.tokens(0, 0))
     (out, state, _), rest = mosaic.forward(call.arrays, call.context, call.options)
-    assert out.shape == (1, 0, 1, 128) and rest is None
+    assert out.shape == (1, 0, 1, 128) and rest.states.shape == (1, 0, 1, 128, 128)
     np.testing.assert_array_equal(np.asarray(state), p.initial_state)
     found = mosaic.backward(call.arrays, call.context, call.options, None, (out, 2 * state, None))
     np.testing.assert_array_equal(np.asarray(found.initial_state), 2 * p.initial_state)

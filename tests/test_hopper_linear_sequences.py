@@ -18,6 +18,7 @@ from linear_cases import BY_CHANNEL, call, cotangents, hold, problem, quickly
 from jattn import _dispatch
 from jattn.pallas import linear_chunk as mosaic
 from jattn.pallas import linear_sequences
+from jattn.reference import linear as reference
 
 GATED, PLAIN, SIMPLE, UNGATED, KDA, GLA = (
     "gated_delta_rule", "delta_rule", "simple_gla", "linear_attention", "kda", "gla",
@@ -73,7 +74,8 @@ def truth_of(p, dout, dfinal):
         out, state = oracle_linear.last(one)
         true = oracle_linear.backward(one, *own) | {"out": out, "state": state}
         each.append((m, [true, *baseline_linear.gradients(one, *own)]))
-    return (joined := [_joined(p, dfinal, [(m, found[i]) for m, found in each]) for i in range(3)])[0], joined[1:]
+    truth, *yards = (_joined(p, dfinal, [(m, found[i]) for m, found in each]) for i in range(3))
+    return truth, yards
 
 
 def _joined(p, dfinal, parts):
@@ -177,11 +179,40 @@ def hold_with_states(p, out, state, got, dout, dfinal):
 
 
 def test_bits_are_those_alone(capfd):
-    p = packed(KDA)
-    out, states, _ = forward(described_packed(KDA, p), capfd)
-    own, state, _ = forward(described(KDA, alone(p, 1)), capfd)
-    np.testing.assert_array_equal(np.asarray(out)[:, ROWS[1]], np.asarray(own))
-    np.testing.assert_array_equal(np.asarray(states)[1], np.asarray(state)[0])
+    """Of a packed call with one sequence, gradients too."""
+    p = packed(KDA, **GATES)
+    dout, dfinal = packed_cotangents(p)
+    call, m = described_packed(KDA, p), 1
+    first, last = (int(CU[m + i]) for i in range(2))
+    alone = dataclasses.replace(call.context, cu_seqlens=jnp.array([first] * (m + 1) + [last] * (len(ROWS) - m)))
+    (out, states), got = emulated(call, capfd, dout, dfinal)
+    (own, state), gradients = emulated(dataclasses.replace(call, context=alone), capfd, dout, dfinal)
+    pairs = [(out, own)] + [(got[name], gradients[name]) for name in TOKENS]
+    pairs = [(x[:, ROWS[m]], y[:, ROWS[m]]) for x, y in pairs]
+    for x, y in (*pairs, (states[m], state[m]), (got["initial_state"][m], gradients["initial_state"][m])):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def test_any_backward_reads_what_is_kept(capfd):
+    """That of "xla", which the gradient of a traced scale takes, and spare chunks of which hold anything."""
+    p = packed(KDA, scale=jnp.float32(0.3))
+    call, (dout, dfinal) = described_packed(KDA, p), packed_cotangents(p)
+    options = dataclasses.replace(call.options, config=reference.SpanConfig(1))
+
+    def run(arrays, context, dout, dfinal):
+        (out, state, _), rest = mosaic.forward(arrays, context, call.options, interpret=True)
+        return out, state, reference.backward(arrays, context, options, rest, (dout, dfinal, None))
+
+    out, state, got = quickly(run)(call.arrays, call.context, dout, dfinal)
+    assert "RACE" not in capfd.readouterr().out
+    got = {name: x for name, x in vars(got).items() if x is not None}
+    scale = np.asarray(got.pop("scale"))
+    check(p, out, state, got, dout, dfinal)
+    # out is linear in it
+    truth, yards = truth_of(p, dout, dfinal)
+    slope = lambda found: np.sum(dout.astype(np.float64) * np.asarray(found["out"], np.float64)) / 0.3  # noqa: E731
+    size = float(np.sum(np.abs(dout.astype(np.float64) * truth["out"])) / 0.3)
+    compare.check("scale", scale, slope(truth), [slope(y) for y in yards], p.query.dtype, size)
 
 
 @pytest.mark.parametrize("op, layout, piece", [(GATED, "kv", 1), (KDA, "vk", None)])
@@ -208,13 +239,17 @@ def hold_checkpoints(p, last, states):
 def test_checkpoints_of_packed_sequences(capfd):
     """What does not exist is NaN."""
     p = packed(GATED)
-    offsets = jnp.array([[64, 0], [64, 1], [64, 128], [2**30, -64]])
+    offsets = jnp.array([[64, 0], [64, 64], [64, 128], [2**30, 1]])
     call = described_packed(GATED, p, checkpoints=offsets)
     _, last, states = map(np.asarray, forward(call, capfd))
-    exists = np.array([[0, 1], [1, 0], [1, 0], [0, 0]], bool)
+    exists = np.array([[0, 1], [1, 1], [1, 0], [0, 0]], bool)
     assert np.isnan(states[~exists]).all() and np.isfinite(states[exists]).all()
     np.testing.assert_array_equal(states[0, 1], p.initial_state[0])
     np.testing.assert_array_equal(states[2, 0], last[2])  # of a chunk
+    np.testing.assert_array_equal(states[1, 0], states[1, 1])
+    half = dataclasses.replace(p.tokens(3, 67), initial_state=p.initial_state[1:2])
+    yards = [y["state"] for y in baseline_linear.gradients(half, *cotangents(half))]
+    compare.check("after 64", states[1, :1], oracle_linear.last(half)[1], yards, p.query.dtype)
 
 
 # Where tokens are put
@@ -249,8 +284,8 @@ def test_sequences_of_nobody():
     x = described_packed(GATED, p)
     none = dataclasses.replace(x.context, cu_seqlens=jnp.zeros(1, jnp.int32))
     arrays = dataclasses.replace(x.arrays, initial_state=None)
-    (out, state, _), rest = mosaic.forward(arrays, none, x.options)
-    assert out.shape == (1, T, 1, 64) and not np.any(out) and state.shape == (0, 1, 64, 64) and rest is None
+    (out, state, _), _ = mosaic.forward(arrays, none, x.options)
+    assert out.shape == (1, T, 1, 64) and not np.any(out) and state.shape == (0, 1, 64, 64)
 
 
 def test_packed_sequences_are_not_cut():

@@ -166,6 +166,15 @@ def test_no_tokens_at_all(mode):
     assert not np.any(got["A_log"]) and not np.any(got["dt_bias"])
 
 
+def test_no_sequences_at_all():
+    p = dataclasses.replace(packed_problem("gated_delta_rule"), initial_state=None)
+    x = {name: a[0] if name in TOKENS else a for name, a in p.arrays().items()}
+    run = lambda x: call("gated_delta_rule", p, x, cu_seqlens=np.zeros(1, int), return_final_state=True)  # noqa: E731
+    (out, states), pull = jax.vjp(run, x)
+    assert not np.any(out) and states.shape == (0, *packed_problem().initial_state.shape[1:])
+    assert not any(np.any(d) for d in pull((out, states))[0].values())
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_bits_do_not_depend_on_the_batch(mode):
     """Neither on how many rows there are nor on where the row is."""

@@ -203,6 +203,12 @@ def test_linear_attention_is_xla_on_a_cpu_beside_a_gpu(op, residuals, linear_bes
     assert kernels(attend, "cpu", x, g) == 0
 
 
+def test_linear_attention_of_no_tokens_beside_a_gpu(linear_beside_a_gpu):
+    x, g = jnp.zeros((1, 0, 2, 64), jnp.bfloat16), jnp.zeros((1, 0, 2), jnp.float32)
+    attend = lambda x, g: jattn.linear.gated_delta_rule(x, x, x, g, g)  # noqa: E731
+    assert jax.tree.map(jnp.shape, gradients(attend)(x, g)) == (x.shape, g.shape)
+
+
 def test_a_step_is_xla_on_a_cpu_beside_a_gpu(linear_beside_a_gpu):
     x, g = Q[:, :1], -jnp.ones((2, 1, 2), jnp.float32)
     state = jnp.ones((2, 2, 64, 64), jnp.float32)

@@ -75,7 +75,7 @@ def kda(
             the outputs of a prefix are those of the whole, bit for bit.
         residuals: "save" keeps what the backward needs from the forward, "recompute" runs the forward again.
         implementation: "xla", or None for the best that can run; a name never falls back. In bfloat16 there is
-            also "mosaic", a forward for Hopper GPUs.
+            also "mosaic", kernels for Hopper GPUs.
         config: of the implementation, for tuning.
 
     Returns:

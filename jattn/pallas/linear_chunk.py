@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jattn._gates import activated
-from jattn._linear import Context, Residuals
+from jattn._linear import CHUNK, Context, Residuals
 from jattn._varying import unvary, vary, varying_axes
 from jattn.pallas import linear_launch
 from jattn.pallas.attention import PLATFORM, why_not_here
@@ -70,7 +70,8 @@ def why_not(problem) -> str | None:
     for letter, width, most in (("H", problem.H, _LARGEST_H), ("D", problem.D, _LARGEST_D)):
         if not isinstance(width, int) or width > most:
             return f"head dims must be at most H={_LARGEST_H} and D={_LARGEST_D}, not {letter}={width}"
-    symbolic = [f"{name}={n}" for name in "BTN" if not isinstance(n := getattr(problem, name), int)]
+    sizes = {name: getattr(problem, name) for name in (*"BTN", "sequences")}
+    symbolic = [f"{name}={n}" for name, n in sizes.items() if not isinstance(n, int | None)]
     return f"needs static shapes, not {symbolic[0]}" if symbolic else None
 
 
@@ -95,9 +96,11 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
     """
     axes = varying_axes((arrays, context))
     arrays, context = unvary((arrays, context))  # the body of a kernel is not about them
-    if _nothing_to_launch(arrays, context):
-        return vary((_untouched(arrays, context, options), None), axes)
     save = rest and options.residuals == "save"
+    if _nothing_to_launch(arrays, context):
+        return vary((_untouched(arrays, context, options), _no_residuals(arrays, options) if save else None), axes)
+    if context.checkpoints is not None and not isinstance(count := context.checkpoints.shape[1], int):
+        raise NotImplementedError(f"implementation='mosaic' needs a static number of checkpoints, not {count}")
     part = functools.partial(
         linear_launch.forward, options=options, save=save, multiprocessors=multiprocessors, interpret=interpret
     )
@@ -123,6 +126,15 @@ def _untouched(arrays, context, options):
         beside = offsets[..., None, None, None] == 0
         offsets = jnp.where(beside, state[:, None], jnp.nan).astype(options.state_dtype)
     return jnp.zeros(arrays.value.shape, options.out_dtype), state, offsets
+
+
+def _no_residuals(arrays, options):
+    """Of no chunks, or of nothing that a backward reads."""
+    (B, T, _, H), (N, D) = arrays.query.shape, arrays.value.shape[2:]
+    of_chunks = lambda *last: jnp.zeros((B, -(-T // CHUNK), N, *last), jnp.bfloat16)  # noqa: E731
+    scores, inverse = options.rule.decay == "channel", options.rule.delta
+    squares = (of_chunks(CHUNK, CHUNK) if wanted else None for wanted in (scores, inverse))
+    return Residuals(of_chunks(H, D), *squares)
 
 
 def why_not_backward(problem) -> str | None:

@@ -3,8 +3,8 @@
     segment_ids    a token that starts from an empty state has a decay that leaves nothing of it
     checkpoints    a chunk is told whether the state after it is wanted
     cu_seqlens     tokens are moved to where every sequence begins a chunk of its own, and results back; the walks over
-                   chunks are told where each sequence begins, so that its bits are those it has alone; they begin
-                   with the longest, because a device waits for the last one
+                   chunks are told where each sequence begins, so that its bits are those of a packed call with it
+                   alone; they begin with the longest, because a device waits for the last one
 
 Segments and packed sequences need gates and β as numbers: they are computed here, in float32.
 

@@ -212,7 +212,7 @@ class Walk:
     def enter(self, carry, chunk):
         """The state that a chunk starts from."""
         S, _ = carry
-        return jnp.where(chunk.first, self.h0[chunk.sequence][None], S) if self.packed else S
+        return jnp.where(chunk.first, _of(self.h0, chunk), S) if self.packed else S
 
     def leave(self, carry, chunk, S):
         """`(carry, state for checkpoints)` after a chunk."""
@@ -284,7 +284,7 @@ class Walk:
     def enter_backward(self, carry, chunk, dstate):
         D, _ = carry
         if self.packed:
-            D = jnp.where(chunk.last, self.dfinal[chunk.sequence][None], D)
+            D = jnp.where(chunk.last, _of(self.dfinal, chunk), D)
         return D if dstate is None else D + dstate
 
     def leave_backward(self, carry, chunk, D):
@@ -341,7 +341,16 @@ def _take(x, at):
     return jnp.take(x, at, axis=1, mode="fill", fill_value=0)
 
 
+def _of(states, chunk):
+    """That of the chunk's sequence, [1, N, H, D]."""
+    if states.shape[0] == 0:  # no sequences, and no chunks
+        return jnp.zeros((1, *states.shape[1:]), states.dtype)
+    return states[chunk.sequence][None]
+
+
 def _put(states, sequence, condition, S):
+    if states.shape[0] == 0:
+        return states
     at = jnp.where(condition, sequence, states.shape[0])
     return states.at[at].set(S[0], mode="drop")
 

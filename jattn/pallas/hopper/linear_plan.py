@@ -36,6 +36,10 @@ class Plan:
     sequences: int | None = None  # packed ones, which begin chunks of their own, see `linear_sequences`; then B is 1
     dtype: str = "bfloat16"
 
+    def __post_init__(self):
+        if self.sequences is not None and (self.B != 1 or self.piece is not None):
+            raise ValueError(f"packed sequences have one row and no pieces, not B={self.B} and piece={self.piece}")
+
     @property
     def chunks(self) -> int:
         return -(-self.T // CHUNK)

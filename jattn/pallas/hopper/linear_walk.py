@@ -5,6 +5,8 @@ A thread block walks over a sequence, or over a piece of one; then there are two
 to a state is a map, S ↦ M S + S_own: the first launch (`Plan.maps`) has no queries and no outputs, and its columns are
 those of the values, which start from 0, and those of the unit matrix, which have no values. `linear_combine` makes of
 the maps the states that enter the pieces, and the second launch starts from these.
+
+B of states is the number of sequences, also where these are packed and B of tokens is 1.
 """
 
 import functools
