@@ -207,6 +207,7 @@ def agreeing(shape, functions, inputs, dtype, gradients=False):
     Args:
         gradients: hold these against the recurrence too; else of a pass with gradients its output alone.
     """
+
     def recurrent(*x):
         states = dict(initial_state=x[5]) if shape.step else {}
         return shape.attend(*x[:5], recurrent=True, **states)

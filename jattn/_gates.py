@@ -13,6 +13,16 @@ def log_decay(x, A_log, dt_bias, gate, lower_bound):
     return jnp.asarray(lower_bound, x.dtype) * jax.nn.sigmoid(rate * x)
 
 
+def log_decays(arrays, options, dtype):
+    """Those of a call's `Arrays` with its `Options`, in dtype; None without decay."""
+    g, A_log, dt_bias = (None if x is None else x.astype(dtype) for x in (arrays.g, arrays.A_log, arrays.dt_bias))
+    if g is None or options.gate is None:
+        return g
+    if A_log is not None and options.rule.decay == "channel":
+        A_log = A_log[:, None]
+    return log_decay(g, A_log, dt_bias, options.gate, options.lower_bound)
+
+
 def activated(beta, activation):
     """The learning rate from what its activation makes one of."""
     if activation is None:

@@ -172,9 +172,10 @@ def test_the_meeting_of_warps():
 
 
 def test_sequences_are_cut_where_heads_are_few():
-    piece = lambda **shape: mosaic.choose(described(GATED, make(GATED, **shape), None).problem, None).piece  # noqa: E731
+    of = lambda **shape: described(GATED, make(GATED, **shape), None).problem  # noqa: E731
+    piece = lambda **shape: mosaic.choose(of(**shape), None).piece  # noqa: E731
     assert piece(N=4, K=4, D=128) == piece(N=4, K=4, D=128, T=1) == 16 and piece(B=2, N=16, D=64) == 32
-    assert piece(B=2, N=16, D=192) is None and mosaic.choose(None, mosaic.ChunkConfig()).piece is None
+    assert piece(B=2, N=16, D=192) is None and mosaic.choose(of(N=4), mosaic.ChunkConfig()).piece is None
     for wrong in (0, 1.5, "all"):
         with pytest.raises(ValueError, match="piece="):
             mosaic.ChunkConfig(wrong)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jattn._gates import activated
+from jattn._gates import activated, log_decays
 from jattn._linear import CHUNK, Context, Residuals
 from jattn._varying import unvary, vary, varying_axes
 from jattn.pallas import linear_launch
@@ -20,7 +20,7 @@ from jattn.pallas.attention import PLATFORM, why_not_here
 from jattn.pallas.hopper.linear_pieces import piece_of
 from jattn.pallas.hopper.linear_plan import Gradients
 from jattn.pallas.linear_partition import divided, letters, letters_of
-from jattn.pallas.linear_sequences import log_decays, with_own_gates
+from jattn.pallas.linear_sequences import with_own_gates
 
 __all__ = [
     "PLATFORM", "ChunkConfig", "backward", "choose", "forward", "why_not", "why_not_backward", "why_not_here",
@@ -48,7 +48,7 @@ class ChunkConfig:
 
 def choose(problem, config) -> ChunkConfig:
     """Sequences are cut where there are too few heads; however long they are, since bits must not depend on that."""
-    packed = problem is not None and problem.sequences is not None
+    packed = problem.sequences is not None
     if config is None:
         return ChunkConfig(None if packed else piece_of(problem.B * problem.N, problem.D))
     if not isinstance(config, ChunkConfig):
@@ -195,7 +195,7 @@ def _with_gates(arrays, options, found):
     if options.gate is not None:
         names = "g", "A_log", "dt_bias"
         raw = {name: None if (x := getattr(arrays, name)) is None else x.astype(jnp.float32) for name in names}
-        decays = lambda raw: log_decays(dataclasses.replace(arrays, **raw), options)  # noqa: E731
+        decays = lambda raw: log_decays(dataclasses.replace(arrays, **raw), options, jnp.float32)  # noqa: E731
         (parameters,) = jax.vjp(decays, raw)[1](g)
         g = parameters.pop("g")
     if options.beta_activation is not None:

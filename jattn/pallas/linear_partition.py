@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jattn._linear import Arrays
 from jattn.pallas import partition
 
-#: A letter for each axis, "b" batch, "n" value heads, "k" key heads; of `Arrays`.
+#: A letter for each axis, "b" batch, "n" value heads, "k" key heads; of `Arrays`, and of what `Residuals` holds.
 _LETTERS = {
     "query": ("b", None, "k", None), "key": ("b", None, "k", None), "value": ("b", None, "n", None),
     "g": ("b", None, "n", None), "beta": ("b", None, "n"), "initial_state": ("b", "n", None, None), "scale": (),

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jattn._gates import activated, log_decay
+from jattn._gates import activated, log_decays
 from jattn._linear import CHUNK, RULES
 from jattn.pallas.hopper.linear_gates import LEAST
 
@@ -130,20 +130,9 @@ def laid_out(arrays, context, options):
 def _without_gates(arrays, options):
     """The same call with log decays and β themselves, float32."""
     beta = None if arrays.beta is None else activated(arrays.beta.astype(jnp.float32), options.beta_activation)
-    arrays = dataclasses.replace(arrays, g=log_decays(arrays, options), beta=beta, A_log=None, dt_bias=None)
+    g = log_decays(arrays, options, jnp.float32)
+    arrays = dataclasses.replace(arrays, g=g, beta=beta, A_log=None, dt_bias=None)
     return arrays, dataclasses.replace(options, gate=None, beta_activation=None)
-
-
-def log_decays(arrays, options):
-    """The logs of the decays, float32, from what a gate makes them of; None without any."""
-    g, A_log, dt_bias = (
-        None if x is None else x.astype(jnp.float32) for x in (arrays.g, arrays.A_log, arrays.dt_bias)
-    )
-    if options.gate is None:
-        return g
-    if A_log is not None and options.rule.decay == "channel":
-        A_log = A_log[:, None]
-    return log_decay(g, A_log, dt_bias, options.gate, options.lower_bound)
 
 
 def _restarted(arrays, resets, options):

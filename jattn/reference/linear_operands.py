@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jattn._gates import activated, log_decay
+from jattn._gates import activated, log_decays
 from jattn._linear import NORM_EPS
 from jattn._problem import accumulator
 
@@ -39,7 +39,11 @@ def operands(rows, exists, options) -> Operands:
         q, k = unit(q), unit(k)
     q = q * jnp.asarray(options.scale if rows.scale is None else rows.scale, dtype)
     q, k = (_expand(x, N) for x in (q, k))
-    g = jnp.zeros((*v.shape[:-1], 1), dtype) if rows.g is None else _log_decay(rows, options, dtype)
+    g = log_decays(rows, options, dtype)
+    if g is None:
+        g = jnp.zeros((*v.shape[:-1], 1), dtype)
+    elif options.rule.decay == "head":
+        g = g[..., None]
     beta = None
     if options.rule.delta:
         beta = activated(rows.beta.astype(dtype), options.beta_activation)[..., None]
@@ -66,17 +70,6 @@ def _total(x):
 def einsum(spec, *operands):
     """In the precision of the operands: no TF32, no bfloat16 passes."""
     return jnp.einsum(spec, *operands, precision=lax.Precision.HIGHEST)
-
-
-def _log_decay(rows, options, dtype):
-    """[B, s, C, N, H or 1]."""
-    g = rows.g.astype(dtype)
-    if options.gate is not None:
-        A_log, bias = (None if x is None else x.astype(dtype) for x in (rows.A_log, rows.dt_bias))
-        if A_log is not None and options.rule.decay == "channel":
-            A_log = A_log[:, None]
-        g = log_decay(g, A_log, bias, options.gate, options.lower_bound)
-    return g if options.rule.decay == "channel" else g[..., None]
 
 
 def _expand(x, N):

@@ -77,9 +77,8 @@ def _kernel(
 ):
     x = SimpleNamespace(
         plan=plan, value=value, prepared=prepared, initial_state=initial_state, out=out, state=state, slots=slots,
-        checkpoints=checkpoints, states=states,
-        states_smem=states_smem, v_smem=v_smem, matrices=matrices, out_smem=out_smem, ready=ready, free=free,
-        **place(plan, walks),
+        checkpoints=checkpoints, states=states, states_smem=states_smem, v_smem=v_smem, matrices=matrices,
+        out_smem=out_smem, ready=ready, free=free, **place(plan, walks),
     )  # fmt: skip
     walk(x, _copy_chunk, _consume, _REGISTERS)
 

@@ -84,10 +84,10 @@ def _kernel(
 ):
     x = SimpleNamespace(
         plan=plan, query=query, key=key, value=value, inverse=inverse, scores=scores, vectors=vectors,
-        initial_state=initial_state, out=out, state=state, slots=slots,
-        checkpoints=checkpoints, states=states, states_smem=states_smem, q_smem=q_smem,
-        k_smem=k_smem, v_smem=v_smem, inverse_smem=inverse_smem, scores_smem=scores_smem, vectors_smem=vectors_smem,
-        out_smem=out_smem, ready=ready, free=free, **place(plan, walks),
+        initial_state=initial_state, out=out, state=state, slots=slots, checkpoints=checkpoints, states=states,
+        states_smem=states_smem, q_smem=q_smem, k_smem=k_smem, v_smem=v_smem, inverse_smem=inverse_smem,
+        scores_smem=scores_smem, vectors_smem=vectors_smem, out_smem=out_smem, ready=ready, free=free,
+        **place(plan, walks),
     )  # fmt: skip
     walk(x, _copy_chunk, _consume, _REGISTERS)
 
