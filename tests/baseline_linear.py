@@ -31,7 +31,8 @@ def gradients(p: oracle_linear.Problem, dout, dfinal):
         q, k, v, g, w, b, S = (a.astype(wide) for a in arrays)
         moved = (q[..., h], k[..., h], v[..., d], g[..., h], w, b, state(S))
         cotangents = dout[..., d].astype(dtype), state(dfinal).astype(wide)
-        found = jax.tree.map(np.asarray, _run(dtype.name, moved, resets, *cotangents))
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):  # a GPU takes as long to compile as the kernels
+            found = jax.tree.map(np.asarray, _run(dtype.name, moved, resets, *cotangents))
         out, S, (dq, dk, dv, dg, dw, db, dS) = found
         h, d = np.argsort(h), np.argsort(d)
         dq, dk, dv, dg, dw, db = (a.astype(np.float64) for a in (dq, dk, dv, dg, dw, db))
