@@ -5,7 +5,6 @@ An implementation is a module with
     PLATFORM: str | None                           the only platform it lowers for, as `lax.platform_dependent` names it
     why_not(problem) -> str | None                 why it cannot run this call, anywhere
     why_not_here() -> str | None                   why it cannot run on this machine
-    why_not_unnamed(problem, *, backward=False)    why only a call that names it gets it, or its backward; or None
     choose(problem, config) -> config
     forward(arrays, context, options, *, unrounded=False) -> (out, lse, rest)
     why_not_backward(problem) -> str | None        why its backward cannot run this call
@@ -102,8 +101,6 @@ def explain(problem: Problem, implementation: str | None, config) -> Explanation
     refused, chosen = {}, None
     for name in known:
         reason = why_not(problem, name) or module(op, name).why_not_here()
-        if implementation is None:
-            reason = reason or _why_not_unnamed(problem, name)
         if implementation not in (None, name):
             reason = reason or f"implementation={implementation!r} was asked for"
         if reason is None and chosen is None:
@@ -115,7 +112,7 @@ def explain(problem: Problem, implementation: str | None, config) -> Explanation
     if chosen is None:
         return Explanation(problem, None, None, refused)
     picked = module(op, chosen).choose(problem, config)
-    pair = _with_backward(problem, chosen, implementation is not None)
+    pair = _with_backward(problem, chosen)
     return Explanation(problem, chosen, picked, refused, pair, _with_sums(problem, pair))
 
 
@@ -132,12 +129,11 @@ def resolve(problem: Problem, options: Options, implementation: str | None, conf
     elsewhere = None
     if implementation is None and module(problem.op, name).PLATFORM is not None:
         elsewhere = _options(problem, options, _anywhere(problem, name), None)
-    named = implementation is not None
-    return dataclasses.replace(_options(problem, options, name, config, named), elsewhere=elsewhere)
+    return dataclasses.replace(_options(problem, options, name, config), elsewhere=elsewhere)
 
 
-def _options(problem, options, name, config, named=False):
-    pair = _with_backward(problem, name, named)
+def _options(problem, options, name, config):
+    pair = _with_backward(problem, name)
     return dataclasses.replace(
         options, implementation=name, config=module(problem.op, name).choose(problem, config),
         backward=None if pair == name else _options(problem, options, pair, None),
@@ -145,12 +141,11 @@ def _options(problem, options, name, config, named=False):
     )
 
 
-def _with_backward(problem, name, named):
-    """The first implementation from `name` on, and around, whose backward runs this call, which may have named it."""
+def _with_backward(problem, name):
+    """The first implementation from `name` on, and around, whose backward runs this call."""
     at = names(problem.op).index(name)
     rest = names(problem.op)[at:] + names(problem.op)[:at]
-    lent = lambda other: named or _why_not_unnamed(problem, other, backward=True) is None  # noqa: E731
-    return next((other for other in rest if _why_not_backward(problem, other) is None and lent(other)), name)
+    return next((other for other in rest if _why_not_backward(problem, other) is None), name)
 
 
 def _with_sums(problem, name):
@@ -164,11 +159,6 @@ def _with_sums(problem, name):
 def _why_not_backward(problem, name):
     found = module(problem.op, name)
     return found.why_not_backward(problem) if hasattr(found, "why_not_backward") else "has none"
-
-
-def _why_not_unnamed(problem, name, **how):
-    found = module(problem.op, name)
-    return found.why_not_unnamed(problem, **how) if hasattr(found, "why_not_unnamed") else None
 
 
 def _anywhere(problem, name):

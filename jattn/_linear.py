@@ -70,8 +70,9 @@ class Context:
 class Residuals:
     """What a forward keeps for a backward, alike for all implementations: one's forward may meet another's backward.
 
-    There are n = ceil(T / 64) chunks; packed n = ceil(T / 64) + M - 1, those of each sequence in order, others unused.
-    bfloat16 for 16-bit inputs, else the accumulator's dtype, as states of mode="recurrent" always are.
+    There are n = ceil(T / 64) chunks; packed n = ceil(T / 64) + M - 1, those of each sequence in order, others unused
+    (for T = 0 or M = 0 none). bfloat16 for 16-bit inputs, else the accumulator's dtype, as states of
+    mode="recurrent" always are.
     """
 
     states: Any  # [B, n, N, H, D]: that which enters each chunk
@@ -122,7 +123,7 @@ class Problem(_problem.Problem):
     state_layout: str = "kv"
     state_dtype: str = "float32"
     initial_state: str | None = None  # its dtype
-    checkpoints: bool = False
+    checkpoints: int | None = None  # how many of each sequence
     resets: bool = False
     mode: str = "chunk"
     residuals: str = "save"

@@ -142,13 +142,17 @@ def test_a_prefix_is_bit_equal(capfd):
 # Dispatch
 
 
-def test_lends_its_backward_where_it_is_named():
+def test_has_its_own_backward(monkeypatch):
     for p in (make(), problem(GLA, B=1, T=130, K=1, N=1, H=128, D=64, dtype=BF16)):
         call = described(p)
         if jax.default_backend() != "gpu":
             assert _dispatch.explain(call.problem, None, None).implementation == "xla"
         options = _dispatch.resolve(call.problem, call.options, "mosaic", None)
         assert options.implementation == "mosaic" and options.backward is None
+        with monkeypatch.context() as patch:
+            patch.setattr(mosaic, "why_not_here", lambda: None)
+            found = _dispatch.explain(call.problem, None, None)
+        assert found.implementation == found.backward == "mosaic"
     assert "not H=192" in mosaic.why_not(described(make(H=192)).problem)
 
 
@@ -218,9 +222,10 @@ def test_repeats_are_bit_equal():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", [None, "mosaic"])
-def test_gradients_on_a_gpu(implementation):
-    """By "xla" from what the kernels keep, and by kernels."""
-    check(KDA, make(T=300, K=4, N=8, D=128), modes=("chunk",), implementation=implementation)
+@pytest.mark.parametrize("scale", [None, jnp.float32(0.3)], ids=["kernels", "xla"])
+def test_gradients_on_a_gpu(scale, implementation):
+    """By kernels; where the scale is traced, by "xla" from what the kernels keep."""
+    check(KDA, make(T=300, K=4, N=8, D=128, scale=scale), modes=("chunk",), implementation=implementation)
 
 
 @pytest.mark.gpu

@@ -270,9 +270,10 @@ def test_repeats_are_bit_equal():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", [None, "mosaic"])
-def test_gradients_on_a_gpu(implementation):
-    """By "xla" from what the kernels keep, and by kernels."""
-    check(GATED, make(GATED, T=300, K=4, N=8), modes=("chunk",), implementation=implementation)
+@pytest.mark.parametrize("scale", [None, jnp.float32(0.3)], ids=["kernels", "xla"])
+def test_gradients_on_a_gpu(scale, implementation):
+    """By kernels; where the scale is traced, by "xla" from what the kernels keep."""
+    check(GATED, make(GATED, T=300, K=4, N=8, scale=scale), modes=("chunk",), implementation=implementation)
 
 
 @pytest.mark.gpu

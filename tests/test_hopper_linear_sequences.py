@@ -295,13 +295,17 @@ def test_packed_sequences_are_not_cut():
         mosaic.choose(problem, mosaic.ChunkConfig(2))
 
 
-def test_run_where_named(monkeypatch):
-    call = described_packed(GATED, packed(GATED))
+@pytest.mark.parametrize("name", [None, "mosaic"])
+def test_run_with_their_backward(name, monkeypatch):
+    """Packed sequences and segments; checkpoints have their gradient from "xla"."""
     monkeypatch.setattr(mosaic, "why_not_here", lambda: None)
-    found = _dispatch.explain(call.problem, None, None)
-    assert found.implementation == "xla" and "has not run on a GPU" in found.refused["mosaic"]
-    found = _dispatch.explain(call.problem, "mosaic", None)
-    assert found.implementation == found.backward == "mosaic"
+    p = with_segments(GATED)
+    segments = described(GATED, p, segment_ids=np.cumsum(p.resets, axis=1))
+    for x in (described_packed(GATED, packed(GATED)), segments):
+        found = _dispatch.explain(x.problem, name, None)
+        assert found.implementation == found.backward == "mosaic"
+    found = _dispatch.explain(described(GATED, p, checkpoints=[64]).problem, name, None)
+    assert (found.implementation, found.backward) == ("mosaic", "xla")
 
 
 # Compiled without a GPU

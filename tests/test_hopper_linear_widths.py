@@ -9,7 +9,7 @@ import pytest
 from linear_cases import cotangents, problem
 from test_hopper_linear_sequences import described, emulated, hold_with_states, on_gpu
 
-from jattn import _dispatch, linear
+from jattn import linear
 from jattn.pallas import linear_chunk as mosaic
 from jattn.pallas.linear_widths import resized
 
@@ -49,12 +49,6 @@ def test_resized():
     np.testing.assert_array_equal(resized(x, 2), x[:, :2])
     np.testing.assert_array_equal(resized(x, 3, 2), [[0, 1], [3, 4], [0, 0]])
     assert resized(x, 2, 3) is x and resized(None, 4) is None
-
-
-def test_run_where_named(monkeypatch):
-    monkeypatch.setattr(mosaic, "why_not_here", lambda: None)
-    x = described(GATED, make(GATED, 40, 65))
-    assert "multiples of 64" in _dispatch.explain(x.problem, None, None).refused["mosaic"]
 
 
 @pytest.mark.gpu

@@ -1,5 +1,7 @@
 """Where a call runs is known when it is lowered: traced beside a Hopper GPU, it may still be for another platform."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from linear_cases import quickly
 
 import jattn
 from jattn import masks, mods
+from jattn.linear import simple_gla
 from jattn.pallas import attention as mosaic
 from jattn.pallas import linear_chunk, linear_step
 
@@ -200,13 +203,45 @@ def test_linear_attention_is_xla_on_a_cpu_beside_a_gpu(op, residuals, linear_bes
     got, want = (quickly(lambda *arrays, f=f: (f(*arrays), gradients(f)(*arrays)))(x, g) for f in (attend, xla))
     jax.tree.map(np.testing.assert_array_equal, got, want)
     named = lambda *arrays: attend(*arrays, implementation="mosaic")  # noqa: E731
-    assert kernels(gradients(attend), "cuda", x, g) == 2 < kernels(gradients(named), "cuda", x, g)
+    assert 4 < kernels(gradients(attend), "cuda", x, g) == kernels(gradients(named), "cuda", x, g)
     assert kernels(attend, "cpu", x, g) == 0
 
 
-def test_linear_attention_of_no_tokens_beside_a_gpu(linear_beside_a_gpu):
-    x, g = jnp.zeros((1, 0, 2, 64), jnp.bfloat16), jnp.zeros((1, 0, 2), jnp.float32)
-    attend = lambda x, g: jattn.linear.gated_delta_rule(x, x, x, g, g)  # noqa: E731
+FEATURES = {
+    "packed": lambda x, g, **how: simple_gla(x[0], x[0], x[0], g[0], cu_seqlens=jnp.array([3, 3, 69]), **how),
+    "segments": lambda x, g, **how: simple_gla(x, x, x, g, segment_ids=jnp.arange(70) // 9, **how),
+    "head dims": lambda x, g, **how: simple_gla(x[..., :40], x[..., :40], x[..., :3], g, **how),
+    "checkpoints": lambda x, g, **how: simple_gla(x, x, x, g, checkpoints=[64], **how)[0],
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_linear_attention_is_kernels_by_default(name, linear_beside_a_gpu):
+    """On a CPU the bits of "xla", gradients too; with checkpoints, gradients are those of "xla" everywhere."""
+    x = jax.random.normal(jax.random.key(1), (1, 70, 2, 64), jnp.bfloat16)
+    g = -jnp.ones((1, 70, 2), jnp.float32)
+    attend, xla = FEATURES[name], functools.partial(FEATURES[name], implementation="xla")
+    got, want = (quickly(lambda *arrays, f=f: (f(*arrays), gradients(f)(*arrays)))(x, g) for f in (attend, xla))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    forward, both = (kernels(f, "cuda", x, g) for f in (attend, gradients(attend)))
+    assert forward == 2 and (both == 2 if name == "checkpoints" else both > 4)
+
+
+def test_linear_attention_is_xla_where_the_number_of_checkpoints_is_not_known(linear_beside_a_gpu):
+    x, g = jnp.zeros((1, 70, 2, 64), jnp.bfloat16), jnp.zeros((1, 70, 2), jnp.float32)
+    offsets = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n"), jnp.int32)
+    attend = lambda offsets, **how: simple_gla(x, x, x, g, checkpoints=offsets, **how)  # noqa: E731
+    assert kernels(attend, "cuda", offsets) == 0
+    with pytest.raises(NotImplementedError, match="needs static shapes, not checkpoints=n"):
+        kernels(functools.partial(attend, implementation="mosaic"), "cuda", offsets)
+
+
+@pytest.mark.parametrize("T, options", [(0, {}), (70, dict(cu_seqlens=np.zeros(1, int)))])
+def test_linear_attention_of_nothing_beside_a_gpu(T, options, linear_beside_a_gpu):
+    """No tokens; no sequences."""
+    batch = () if options else (1,)
+    x, g = jnp.zeros((*batch, T, 2, 64), jnp.bfloat16), jnp.zeros((*batch, T, 2), jnp.float32)
+    attend = lambda x, g: jattn.linear.gated_delta_rule(x, x, x, g, g, **options)  # noqa: E731
     assert jax.tree.map(jnp.shape, gradients(attend)(x, g)) == (x.shape, g.shape)
 
 

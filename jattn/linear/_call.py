@@ -99,8 +99,8 @@ def _problem(op, arrays, context, options, M):
         sequences=None if context.cu_seqlens is None else M, traced_scale=arrays.scale is not None, gate=options.gate,
         beta_activation=options.beta_activation, qk_l2norm=options.qk_l2norm, state_layout=options.state_layout,
         state_dtype=options.state_dtype, initial_state=None if h0 is None else str(h0.dtype),
-        checkpoints=context.checkpoints is not None, resets=context.resets is not None, mode=options.mode,
-        residuals=options.residuals,
+        checkpoints=None if context.checkpoints is None else context.checkpoints.shape[1],
+        resets=context.resets is not None, mode=options.mode, residuals=options.residuals,
     )  # fmt: skip
 
 

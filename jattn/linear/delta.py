@@ -74,8 +74,9 @@ def kda(
         mode: "chunk" computes 64 tokens at once, "recurrent" one after the other. Both do so for any length, so that
             the outputs of a prefix are those of the whole, bit for bit.
         residuals: "save" keeps what the backward needs from the forward, "recompute" runs the forward again.
-        implementation: "xla", or None for the best that can run; a name never falls back. In bfloat16 there is
-            also "mosaic", kernels for Hopper GPUs.
+        implementation: None for the best that can run, or a name, which never falls back: "xla", or "mosaic", kernels
+            for Hopper GPUs, which take mode="chunk" in bfloat16 with H to 128 and D to 256; with a traced scale or
+            checkpoints their gradients are those of "xla".
         config: of the implementation, for tuning.
 
     Returns:

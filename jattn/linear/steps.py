@@ -56,8 +56,9 @@ def kda_step(
             negative or past the pool is left out: its output is 0.
         query_seq_lengths: int `[B]`, how many of the T tokens there are: the others may hold anything, give output 0
             and leave the state alone.
-        scale, qk_l2norm, gate, A_log, dt_bias, lower_bound, beta_activation, state_layout, implementation, config: as
-            in `kda`.
+        scale, qk_l2norm, gate, A_log, dt_bias, lower_bound, beta_activation, state_layout, config: as in `kda`.
+        implementation: as in `kda`; here "mosaic" takes bfloat16, float16 and float32, and head dims that are multiples
+            of 32 to 256.
 
     Returns:
         `(out [B, T, N, D], state)`, out in the query's dtype, the state as it was given.

@@ -22,10 +22,7 @@ from jattn.pallas.hopper.linear_plan import Gradients
 from jattn.pallas.linear_partition import divided, letters, letters_of
 from jattn.pallas.linear_sequences import with_own_gates
 
-__all__ = [
-    "PLATFORM", "ChunkConfig", "backward", "choose", "forward", "why_not", "why_not_backward", "why_not_here",
-    "why_not_unnamed",
-]  # fmt: skip
+__all__ = ["PLATFORM", "ChunkConfig", "backward", "choose", "forward", "why_not", "why_not_backward", "why_not_here"]
 
 _LARGEST_H, _LARGEST_D = 128, 256
 _MULTIPROCESSORS = 132
@@ -70,20 +67,9 @@ def why_not(problem) -> str | None:
     for letter, width, most in (("H", problem.H, _LARGEST_H), ("D", problem.D, _LARGEST_D)):
         if not isinstance(width, int) or width > most:
             return f"head dims must be at most H={_LARGEST_H} and D={_LARGEST_D}, not {letter}={width}"
-    sizes = {name: getattr(problem, name) for name in (*"BTN", "sequences")}
+    sizes = {name: getattr(problem, name) for name in (*"BTN", "sequences", "checkpoints")}
     symbolic = [f"{name}={n}" for name, n in sizes.items() if not isinstance(n, int | None)]
     return f"needs static shapes, not {symbolic[0]}" if symbolic else None
-
-
-def why_not_unnamed(problem, *, backward=False) -> str | None:
-    """What has only been emulated, and compiled for an H200, since it last ran on one."""
-    if backward:
-        return "its backward has not run on a GPU in this version"
-    if problem.sequences is not None or problem.resets or problem.checkpoints:
-        return "with cu_seqlens, segment_ids or checkpoints it has not run on a GPU"
-    if problem.H % 64 or problem.D % 64:
-        return "with head dims that are not multiples of 64 it has not run on a GPU"
-    return None
 
 
 def forward(arrays, context, options, *, rest=True, interpret=False, multiprocessors=_MULTIPROCESSORS):
@@ -98,9 +84,8 @@ def forward(arrays, context, options, *, rest=True, interpret=False, multiproces
     arrays, context = unvary((arrays, context))  # the body of a kernel is not about them
     save = rest and options.residuals == "save"
     if _nothing_to_launch(arrays, context):
-        return vary((_untouched(arrays, context, options), _no_residuals(arrays, options) if save else None), axes)
-    if context.checkpoints is not None and not isinstance(count := context.checkpoints.shape[1], int):
-        raise NotImplementedError(f"implementation='mosaic' needs a static number of checkpoints, not {count}")
+        kept = _no_residuals(arrays, context, options) if save else None
+        return vary((_untouched(arrays, context, options), kept), axes)
     part = functools.partial(
         linear_launch.forward, options=options, save=save, multiprocessors=multiprocessors, interpret=interpret
     )
@@ -128,17 +113,18 @@ def _untouched(arrays, context, options):
     return jnp.zeros(arrays.value.shape, options.out_dtype), state, offsets
 
 
-def _no_residuals(arrays, options):
+def _no_residuals(arrays, context, options):
     """Of no chunks, or of nothing that a backward reads."""
     (B, T, _, H), (N, D) = arrays.query.shape, arrays.value.shape[2:]
-    of_chunks = lambda *last: jnp.zeros((B, -(-T // CHUNK), N, *last), jnp.bfloat16)  # noqa: E731
+    n = 0 if context.cu_seqlens is not None else -(-T // CHUNK)  # packed, there are no tokens or no sequences
+    of_chunks = lambda *last: jnp.zeros((B, n, N, *last), jnp.bfloat16)  # noqa: E731
     scores, inverse = options.rule.decay == "channel", options.rule.delta
     squares = (of_chunks(CHUNK, CHUNK) if wanted else None for wanted in (scores, inverse))
     return Residuals(of_chunks(H, D), *squares)
 
 
 def why_not_backward(problem) -> str | None:
-    if problem.checkpoints:
+    if problem.checkpoints is not None:
         return "has no gradient of checkpoints"
     return "has no gradient of a traced scale" if problem.traced_scale else None
 
