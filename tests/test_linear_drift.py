@@ -5,6 +5,7 @@ import functools
 import baseline_linear
 import compare
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import oracle_linear
 import pytest
@@ -20,28 +21,27 @@ GATES = {
 }
 
 
-def long_problem():
+def long_problem(op, dtype):
     """One row of small heads for each kind of gate."""
     rng = np.random.default_rng(11)
     B, H, D = len(GATES), 8, 8
     tokens = (B, LONG, 1)
     key = rng.standard_normal((*tokens, H))
     return oracle_linear.Problem(
-        query=rng.standard_normal((*tokens, H)).astype(np.float32),
-        key=(key / np.linalg.norm(key, axis=-1, keepdims=True)).astype(np.float32),
-        value=rng.standard_normal((*tokens, D)).astype(np.float32),
-        g=np.stack([gate(rng, (LONG, 1, H)) for gate in GATES.values()]).astype(np.float32),
+        query=rng.standard_normal((*tokens, H)).astype(dtype),
+        key=(key / np.linalg.norm(key, axis=-1, keepdims=True)).astype(dtype),
+        value=rng.standard_normal((*tokens, D)).astype(dtype),
+        g=np.stack([gate(rng, (LONG, 1, H if op == "kda" else 1)) for gate in GATES.values()]).astype(np.float32),
         beta=rng.uniform(0, 2, tokens).astype(np.float32),
     )
 
 
-@functools.cache
-def drift(mode):
+def drift(op, dtype, **options):
     """Largest error over the largest truth, by kind of gate, of the tokens up to SHORT and of the last SHORT."""
-    p = long_problem()
-    truth, final = _truth()
-    out, state = quickly(lambda x: call("kda", p, x, return_final_state=True, mode=mode))(p.arrays())
-    error, found = np.abs(np.asarray(out) - truth), {}
+    p = long_problem(op, dtype)
+    truth, final = _truth(op, dtype)
+    out, state = quickly(lambda x: call(op, p, x, return_final_state=True, **options))(p.arrays())
+    error, found = np.abs(np.asarray(out, np.float64) - truth), {}
     for i, name in enumerate(GATES):
         rows = slice(SHORT), slice(-SHORT, None)
         first, last = (error[i, r].max() / np.abs(truth[i, r]).max() for r in rows)
@@ -50,18 +50,28 @@ def drift(mode):
 
 
 @functools.cache
-def _truth():
-    return oracle_linear.last(long_problem())
+def _truth(op, dtype):
+    return oracle_linear.last(long_problem(op, dtype))
+
+
+def hold_drift(label, found):
+    """At 65,536 tokens at most 1.5 times what they are at 4096."""
+    for name, (first, last, state) in found.items():
+        print(
+            f"{label} {name}: {first:.2e} up to {SHORT}, {last:.2e} at {LONG}, x {last / first:.2f}; state {state:.2e}"
+        )
+        assert last <= 1.5 * first, name
 
 
 @pytest.mark.parametrize("mode", ["chunk", "recurrent"])
 def test_errors_do_not_grow_with_length(mode):
-    """At 65,536 tokens at most 1.5 times what they are at 4096."""
-    for name, (first, last, state) in drift(mode).items():
-        print(
-            f"{mode} {name}: {first:.2e} up to {SHORT}, {last:.2e} at {LONG}, x {last / first:.2f}; state {state:.2e}"
-        )
-        assert last <= 1.5 * first, name
+    hold_drift(mode, drift("kda", np.float32, mode=mode))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["kda", "gated_delta_rule"])
+def test_errors_of_kernels_do_not_grow_with_length(op):
+    hold_drift(op, drift(op, ml_dtypes.bfloat16, implementation="mosaic"))
 
 
 def hard_keys(kind, T, H=16, seed=0):

@@ -1,8 +1,8 @@
 """The first of two kernels of KDA and GLA on compute capability 9.0: what chunks of 64 tokens need that do not know of
 one another. `linear_channel_scan` is the second.
 
-A warpgroup has one chunk of one value head. With running sums G of the log decays, the queries q with their scale and
-norm, the keys k with theirs, and P of `linear_channel_tiles`:
+A multiprocessor has three warpgroups, and each has chunks in turn, of one value head each. With running sums G of the
+log decays, the queries q with their scale and norm, the keys k with theirs, and P of `linear_channel_tiles`:
 
     A = tril(P(q, k))     T = (I + tril(β_i P(k, k)_ij, −1))⁻¹ in float32, by substitution
     query = q exp(G);   erase = −k exp(G);   update = k exp(G_C − G);   decay = exp(G_C)
@@ -11,14 +11,15 @@ so that the scan multiplies matrices, and by vectors only the state and, with β
 bfloat16 alike in a whole column, which doubles the error once keys are alike and β is near 2. GLA has neither T nor
 erase. Tokens past the last have q = k = β = 0 and g = 0: A is 0 there, and the state does not change.
 
-    a channel a thread     gates, sums of log decays → shared memory
-    a warp 16 tokens       k to the end of its block → shared memory | scores | query, erase, update → TMA
-    two threads a column   T → TMA
+    64 channels at a time, which leaves room for three warpgroups in shared memory:
+        half of a channel a thread     gates, sums of log decays → shared memory
+        a warp 16 tokens               k to the end of its block → shared memory | scores | query, erase, update → TMA
+    two threads a column               T → TMA
 
 Floor: q, k and float32 g in, three matrices [64, H], T and A out: 2060 bytes a token and head, at the 4.3 TB/s of a
-copy 0.126 ms for T = 8192 and 32 heads, 0.251 ms for B = 4, T = 4096. Prediction: 0.25 and 0.49 ms, of some 7300
-instructions a warp and chunk and two thread blocks on a multiprocessor. Measured on an H200: 0.288 and 0.542 ms, from
-bounded gates, of 6100 instructions, 0.248 and 0.495; 9000 had taken 0.302 and 0.588.
+copy 0.126 ms for T = 8192 and 32 heads, 0.251 ms for B = 4, T = 4096. Prediction: 0.20 and 0.40 ms, of some 7100
+instructions a warp and chunk and three warps a scheduler. Measured on an H200: 0.235 and 0.464 ms, from bounded gates
+0.207; with two warps a scheduler and 7740 instructions 0.285, 0.541 and 0.245.
 
 Source: Kimi Team, "Kimi Linear" (2025); Yang et al., "Gated Linear Attention Transformers" (2024).
 """
@@ -38,9 +39,11 @@ from jattn.pallas.hopper.decode_rows import along_columns
 from jattn.pallas.hopper.linear_channel_plan import Prepared, prepared_shapes
 from jattn.pallas.hopper.linear_inverse import HALF, unit_lower_inverse
 from jattn.pallas.hopper.linear_plan import Plan, copy_rows, items, key_head, place_of
-from jattn.pallas.hopper.lists import i32
 
 _INPUTS = ("query", "key", "g", "beta", "scale", "A_log", "dt_bias")
+_WARPGROUPS = 3
+_PIECES = ptx.SLAB // tiles.PIECE  # of a slab
+_Q, _K, _DIAGONAL = range(3)  # rows of `rows_smem`
 
 
 def _kernel(
@@ -48,60 +51,89 @@ def _kernel(
     inputs,  # name -> array, those of `Inputs` that there are
     out,  # `Prepared` (HBM)
     *,
-    # shared memory, matrices in slabs of 64 columns
-    q_smem,  # [slabs of H, 64, 64]; query on its way out
-    k_smem,  # [slabs of H, 64, 64]; erase on its way out
-    right,  # [slabs of H, 64, 64]: keys decayed to the end of their block of 16; update on its way out
-    squares=None,  # [2, 64, 64]: A and T on their way out; None where these are known
-    sums,  # float32 [64, pitch]: of log decays, from the start of a block of 16
-    others,  # float32 [8, H]: of log decays, of all blocks before each block, and of all after it
-    vector,  # float32 [H + 64]: decay, β; [H] without the delta rule
+    # shared memory of each warpgroup, matrices in slabs of 64 columns
+    q_smem,  # [warpgroups, slabs of H, 64, 64]; query on its way out; then in the first slab A
+    k_smem,  # [warpgroups, slabs of H, 64, 64]; erase on its way out; then in the first slab T
+    right,  # [warpgroups, slabs of H, 64, 64]: keys decayed to the end of their block of 16; update on its way out
+    sums,  # float32 [warpgroups, 64, pitch]: of a slab's log decays, from the start of a block of 16
+    others,  # float32 [warpgroups, 8, 64]: of a slab's log decays, of all blocks before each, and of all after it
+    rows_smem,  # float32 [warpgroups, 3, 64], see `_write_rows`
+    vector,  # float32 [warpgroups, H + 64]: decay, β; without the delta rule [warpgroups, H]
     # barriers
-    ready,  # TMA
+    ready,  # [warpgroups] TMA
+    blocks: int,
+    scores: bool,  # A and T are wanted
 ):
-    batch, chunk, head = place_of(plan, lax.axis_index("block"))
-    x = SimpleNamespace(
-        plan=plan, **dict.fromkeys(_INPUTS), head=head, chunk=chunk, batch=batch, place=(batch, chunk, head)
-    )
-    vars(x).update(inputs, q_smem=q_smem, k_smem=k_smem, right=right, sums=sums, others=others)
-    x.rows = plan.T - chunk * CHUNK
-    for array, smem in ((x.query, q_smem), (x.key, k_smem)):
-        copy_rows(plan, array, batch, chunk, key_head(plan, head), smem, ready)
-    delta, pieces = plan.options.rule.delta, plan.H // tiles.PIECE
-    beta = activated_beta(x) if delta else None
-    sum_log_decays(x)
-    tiles.st_decay(sums, vector.at[pl.ds(0, plan.H)])
-    tiles.st_other_sums(sums, others)
-    plgpu.barrier_wait(ready)
-    scale = x.scale[0] if plan.options.scale is None else jnp.float32(plan.options.scale)
-    x.q_factor, x.k_factor = _same(scale), None
-    if plan.options.qk_l2norm:
-        q_norm, k_norm = inverse_norms(x)
-        x.q_factor, x.k_factor = q_norm * scale, k_norm
-    if delta:
-        vector[pl.ds(plan.H, CHUNK)] = beta
-    plgpu.commit_smem()
+    warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+    x = SimpleNamespace(plan=plan, **dict.fromkeys(_INPUTS), out=out, scores=scores, ready=ready.at[warpgroup])
+    vars(x).update(inputs)
+    rooms = dict(
+        q_smem=q_smem, k_smem=k_smem, right=right, sums=sums, others=others, rows_smem=rows_smem, vector=vector
+    )  # fmt: skip
+    vars(x).update((name, room.at[warpgroup]) for name, room in rooms.items())
+    together, count = blocks * _WARPGROUPS, items(plan)
 
-    if squares is not None:
-        lax.fori_loop(0, pieces, lambda p, _: _decay_to_end(x, p), None)
-        plgpu.commit_smem()
-        A, lower = _scores(x, pieces)
-        plgpu.commit_smem()
-        memory.stmatrix(A.astype(plan.dtype), squares.at[0:1])
-    lax.fori_loop(0, pieces, lambda p, _: _decay_from_ends(x, p), None)
-    plgpu.commit_smem()
-    for i in range(ptx.slabs(plan.H)):
-        plgpu.copy_smem_to_gmem(q_smem.at[i], out.query.at[(*x.place, i)])
-        plgpu.copy_smem_to_gmem(right.at[i], out.update.at[(*x.place, i)])
-        if delta:
-            plgpu.copy_smem_to_gmem(k_smem.at[i], out.erase.at[(*x.place, i)])
-    plgpu.copy_smem_to_gmem(vector, out.vector.at[x.place])
-    if squares is not None:
-        plgpu.copy_smem_to_gmem(squares.at[0], out.scores.at[x.place])
-    if squares is not None and delta:
-        _write_inverse(lower * along_columns(beta, CHUNK), squares.at[1:2])
-        plgpu.copy_smem_to_gmem(squares.at[1], out.inverse.at[x.place])
+    def one_chunk(item):
+        _one_chunk(x, item)
+        return item + together
+
+    lax.while_loop(lambda item: item < count, one_chunk, warpgroup * blocks + block)
     plgpu.wait_smem_to_gmem(0)
+
+
+def _one_chunk(x, item):
+    plan = x.plan
+    x.batch, x.chunk, x.head = x.place = place_of(plan, item)
+    x.rows = plan.T - x.chunk * CHUNK
+    delta, slabs = plan.options.rule.delta, ptx.slabs(plan.H)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the chunk before
+    for array, smem in ((x.query, x.q_smem), (x.key, x.k_smem)):
+        copy_rows(plan, array, x.batch, x.chunk, key_head(plan, x.head), smem, x.ready)
+    if delta:
+        x.vector[pl.ds(plan.H, CHUNK)] = activated_beta(x)
+    plgpu.barrier_wait(x.ready)
+    _write_rows(x)
+    plgpu.commit_smem()
+    if x.scores:
+        _write_scores(x)
+    else:
+        lax.fori_loop(0, slabs, lambda s, _: _one_slab(x, s, None), None)
+    plgpu.copy_smem_to_gmem(x.vector, x.out.vector.at[x.place])
+
+
+def _write_rows(x):
+    """Factors of queries and keys, and A's diagonal, where nothing has decayed; registers have no room for them."""
+    options, q, k = x.plan.options, x.q_smem, x.k_smem
+    levels = x.scores and tiles.shift(options) is None
+    found = _diagonals(x, *[(q, q), (k, k)] * options.qk_l2norm, *[(q, k)] * levels)
+    scale = x.scale[0] if options.scale is None else jnp.float32(options.scale)
+    q_norm, k_norm = map(gates.inverse_norm, found[:2]) if options.qk_l2norm else (_same(jnp.float32(1)),) * 2
+    x.rows_smem[_Q], x.rows_smem[_K] = q_norm * scale, k_norm
+    if levels:
+        x.rows_smem[_DIAGONAL] = found[-1] * (q_norm * scale) * k_norm
+
+
+def _row(x, i):
+    return linear_tiles.ld_shared_rows(x.rows_smem.at[i])
+
+
+def _write_scores(x):
+    """And T, and all that is made of slabs."""
+    delta, slabs = x.plan.options.rule.delta, ptx.slabs(x.plan.H)
+    # Unrolled, one slab has no room in the registers.
+    count = slabs if slabs > 1 else jnp.minimum(x.chunk, 0) + 1
+    found = lax.fori_loop(0, count, lambda s, found: _one_slab(x, s, found), _no_scores(x))
+    A, lower = _triangles(x, *found)
+    # Of two slabs the first has left before the copies of the second were asked for.
+    plgpu.wait_smem_to_gmem((2 + delta) * (slabs - 1), wait_read_only=True)
+    memory.stmatrix(A.astype(x.plan.dtype), x.q_smem.at[0:1])
+    if delta:
+        beta = linear_tiles.ld_shared_rows(x.vector.at[pl.ds(x.plan.H, CHUNK)])
+        _write_inverse(lower * along_columns(beta, CHUNK), x.k_smem.at[0:1])
+        plgpu.copy_smem_to_gmem(x.k_smem.at[0], x.out.inverse.at[x.place])
+    else:
+        plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(x.q_smem.at[0], x.out.scores.at[x.place])
 
 
 def _write_inverse(lower, smem):
@@ -123,91 +155,133 @@ def _same(x):
 
 
 def inverse_norms(x):
-    rows = [ptx.matrix(lambda _, smem=smem: smem, CHUNK, x.plan.H) for smem in (x.q_smem, x.k_smem)]
-    squares = ptx.wgmma_wait_group(0, *(ptx.wgmma_ss(a, a, x.plan.dtype) for a in rows))
-    return [gates.inverse_norm(linear_tiles.diagonal(a)) for a in squares]
+    return [gates.inverse_norm(a) for a in _diagonals(x, (x.q_smem, x.q_smem), (x.k_smem, x.k_smem))]
 
 
-def sum_log_decays(x):
-    options = x.plan.options
+def _diagonals(x, *pairs):
+    """Of the products a bᵀ of pairs of `[slabs, 64, 64]` in shared memory, `[64]` in the ROW layout each."""
+    if not pairs:
+        return []
+    matrix = lambda smem: ptx.matrix(lambda _: smem, CHUNK, x.plan.H)  # noqa: E731
+    products = [ptx.wgmma_ss(matrix(a), matrix(b), x.plan.dtype) for a, b in pairs]
+    return [linear_tiles.diagonal(a) for a in ptx.wgmma_wait_group(0, *products)]
+
+
+# --- 64 channels, or as many as there are sums ------------------------------------------------------------------------
+
+
+def sum_log_decays(x, first=0):
+    """Fills `x.sums` with those of the channels from `first` on; all warps have met then."""
+    options, channels = x.plan.options, x.others.shape[1]
     A_log = None if x.A_log is None else x.A_log[x.head]
-    bias = None if x.dt_bias is None else tiles.ld_global_channel(x.dt_bias, x.head)
+    bias = None if x.dt_bias is None else tiles.ld_global_channel(x.dt_bias, x.head, first, channels)
 
-    for i, raw in enumerate(tiles.ld_global_channels(x.g, x.batch, x.chunk * CHUNK, x.head)):
+    raw_gates = tiles.ld_global_channels(x.g, x.batch, x.chunk * CHUNK, x.head, first, x.rows, channels)
+    for i, raw in enumerate(raw_gates):
         if options.gate == "bounded":
             rate = jnp.float32(-gates.LOG2_E) * (1 if A_log is None else jnp.exp(A_log))
             g = jnp.float32(options.lower_bound) * tiles.logistic((raw if bias is None else raw + bias) * rate)
         else:
             g = jnp.maximum(gates.log_decay(options, raw, A_log, bias), gates.LEAST)
-        tiles.st_sums(x.sums, i, g, x.rows)
+        tiles.st_sums(x.sums, i, g, None if options.gate is None else x.rows)
+    plgpu.commit_smem()
 
 
-def _decay_to_end(x, piece):
+def _one_slab(x, slab, scores):
+    """Adds a slab to the scores, if there are any, and writes what the scan multiplies with states."""
+    slab = jnp.asarray(slab, jnp.int32)  # a loop's index is int64 in 64-bit mode
+    sum_log_decays(x, slab * ptx.SLAB)
+    tiles.st_decay(x.sums, x.vector.at[pl.ds(slab * ptx.SLAB, ptx.SLAB)])
+    tiles.st_other_sums(x.sums, x.others)
+    if scores is not None:
+        lax.fori_loop(0, _PIECES, lambda i, _: _decay_to_end(x, slab, jnp.asarray(i, jnp.int32)), None)
+        plgpu.commit_smem()
+        scores = lax.fori_loop(0, _PIECES, lambda i, s: _add_scores(x, slab, jnp.asarray(i, jnp.int32), *s), scores)
+    plgpu.commit_smem()
+    lax.fori_loop(0, _PIECES, lambda i, _: _decay_from_ends(x, slab, jnp.asarray(i, jnp.int32)), None)
+    plgpu.commit_smem()
+    for smem, array in ((x.q_smem, x.out.query), (x.right, x.out.update), (x.k_smem, x.out.erase)):
+        if array is not None:
+            plgpu.copy_smem_to_gmem(smem.at[slab], array.at[(*x.place, slab)])
+    return scores
+
+
+# --- 32 channels ------------------------------------------------------------------------------------------------------
+
+
+def _operands(x, piece):
+    return tiles.ld_tile(x.q_smem, piece, _row(x, _Q)), tiles.ld_tile(x.k_smem, piece, _row(x, _K))
+
+
+def _decay_to_end(x, slab, i):
     """The right operand of scores between blocks."""
-    sums, end = (tiles.ld_sums(x.sums, piece, put=put) for put in (0, tiles.BLOCK - 1))
-    tiles.st_tile(tiles.decayed(tiles.ld_tile(x.k_smem, piece, x.k_factor), sums, end), x.right, piece)
+    piece = _PIECES * slab + i
+    sums, end = (tiles.ld_sums(x.sums, i, put=put) for put in (0, tiles.BLOCK - 1))
+    tiles.st_tile(tiles.decayed(tiles.ld_tile(x.k_smem, piece, _row(x, _K)), sums, end), x.right, piece)
 
 
-def _scores(x, pieces):
-    """`tril(P(q, k))` and, with the delta rule, `tril(P(k, k), −1)`, float32 `[64, 64]`."""
-    both = 2 if x.plan.options.rule.delta else 1
-    shift, zeros = tiles.shift(x.plan.options), (ptx.zeros(tiles.BLOCK),) * both
-    start = (zeros,) * 3, ((zeros,) * len(tiles.LEVELS), zeros[0]) if shift is None else zeros
+def _no_scores(x):
+    """`(products with the first three blocks of 16 columns, of queries and of keys; those within blocks)`."""
+    between = tuple((ptx.zeros(tiles.BLOCK),) * (1 + x.plan.options.rule.delta) for _ in range(3))
+    if tiles.shift(x.plan.options) is not None:
+        return between, (ptx.zeros(3 * 8),)
+    return between, (ptx.zeros(8), *(ptx.zeros(2 * 8) for _ in tiles.LEVELS[1:]))
 
-    def one_piece(piece, carry):
-        blocks, own = carry
-        narrow = lambda *arrays: tuple(a.astype(x.plan.dtype) for a in arrays)  # noqa: E731
-        q, k = (tiles.ld_tile(*a) for a in ((x.q_smem, piece, x.q_factor), (x.k_smem, piece, x.k_factor)))
-        sums = tiles.ld_sums(x.sums, piece)
-        if shift is None:
-            own = _own_by_levels(x, piece, q, k, sums, own, narrow)
-            left = [tiles.decayed(a, sums) for a in (q, k)[:both]]
-        else:
-            sums = sums + jnp.float32(shift)
-            left = [tiles.decayed(a, sums) for a in (q, k)[:both]]
-            own = tiles.mma_own(own, narrow(*left), *narrow(tiles.decayed(k, -sums)))
-            left = [a * jnp.float32(2**-shift) for a in left]
-        across = [None] * 3
-        for block in (2, 1, 0):
-            across[block] = tiles.mma_with_block(blocks[block], narrow(*left), x.right, piece, block)
-            if block:
-                decay = tiles.ld_decay_below(x.sums, piece, block)
-                left = [a * decay for a in left]
-        return tuple(across), own
 
-    blocks, own = lax.fori_loop(0, pieces, one_piece, start)
+def _add_scores(x, slab, i, between, within):
+    piece, shift = _PIECES * slab + i, tiles.shift(x.plan.options)
+    (q, k), sums = _operands(x, piece), tiles.ld_sums(x.sums, i)
+    narrow = lambda *arrays: tuple(a.astype(x.plan.dtype) for a in arrays)  # noqa: E731
     if shift is None:
-        levels, diagonal = own
-        own = [tiles.of_levels([a[i] for a in levels], None if i else diagonal) for i in range(both)]
+        within = [_add_level(x, i, bit, narrow, q, k, sums, s) for bit, s in zip(tiles.LEVELS, within, strict=True)]
+        left = [tiles.decayed(a, sums) for a in (q, k)]
     else:
-        rows, columns = (ptx.numbers(i32(0), axis, tiles.BLOCK) for axis in range(2))
-        own = [jnp.where((rows & (tiles.BLOCK - 1)) >= columns + i, a, 0.0) for i, a in enumerate(own)]
-    found = [tiles.assembled([b[i] for b in blocks], own[i]) for i in range(both)]
-    return found[0], found[1] if both == 2 else None
+        sums = sums + jnp.float32(shift)
+        left = [tiles.decayed(a, sums) for a in (q, k)]
+        halves = tiles.CORNER + tiles.INNER
+        within = [tiles.mma_own(within[0], *narrow(*left), *narrow(tiles.decayed(k, -sums)), halves)]
+        left = [a * jnp.float32(2**-shift) for a in left]
+    left, across = left[: len(between[0])], [None] * 3
+    for block in (2, 1, 0):
+        across[block] = tiles.mma_with_block(between[block], narrow(*left), x.right, piece, block)
+        if block:
+            decay = tiles.ld_decay_below(x.sums, i, block)
+            left = [a * decay for a in left]
+    return tuple(across), tuple(within)
 
 
-def _own_by_levels(x, piece, q, k, sums, carry, narrow):
-    """Adds a piece to the products within blocks of 16: those of each level, and the diagonal."""
-    levels, diagonal = carry
-    found = []
-    for bit, level in zip(tiles.LEVELS, levels, strict=True):
-        anchor = tiles.ld_sums(x.sums, piece, ~(2 * bit - 1), bit - 1)
-        rows = narrow(tiles.decayed(q, sums, anchor), tiles.decayed(k, sums, anchor))
-        found.append(tiles.mma_own(level, rows[: len(level)], rows[1]))
-    (diagonal,) = tiles.mma_own((diagonal,), narrow(q), *narrow(k))
-    return tuple(found), diagonal
+def _add_level(x, i, bit, narrow, q, k, sums, found):
+    """Adds to the products of pairs within blocks whose numbers differ first in a bit."""
+    anchor = tiles.ld_sums(x.sums, i, ~(2 * bit - 1), bit - 1)
+    q, k = narrow(*(tiles.decayed(a, sums, anchor) for a in (q, k)))
+    return tiles.mma_own(found, q, k, k, tiles.CORNER if bit == tiles.LEVELS[0] else tiles.INNER)
 
 
-def _decay_from_ends(x, piece):
+def _triangles(x, between, within):
+    """`tril(P(q, k))` and, with the delta rule, `tril(P(k, k), −1)` but for its diagonal, float32 `[64, 64]`."""
+    corner, *inner = within
+    if inner:
+        own = tiles.within_blocks(corner, inner, _row(x, _DIAGONAL))
+    else:
+        own = tiles.within_blocks(corner[:, :8], [corner[:, 8:]])
+    found = [tiles.assembled(list(blocks), a) for *blocks, a in zip(*between, own, strict=False)]
+    return found if len(found) == 2 else (*found, None)
+
+
+def _decay_from_ends(x, slab, i):
     """What the scan multiplies with states, in the place of what it was made of."""
-    q, k = (tiles.ld_tile(*a) for a in ((x.q_smem, piece, x.q_factor), (x.k_smem, piece, x.k_factor)))
-    sums, end = (tiles.ld_sums(x.sums, piece, put=put) for put in (0, tiles.BLOCK - 1))
-    to_end = tiles.apart(sums, end) + tiles.ld_stored_sums(x.others, piece, after=True)
+    piece = _PIECES * slab + i
+    q, k = _operands(x, piece)
+    sums, end = (tiles.ld_sums(x.sums, i, put=put) for put in (0, tiles.BLOCK - 1))
+    to_end = tiles.apart(sums, end) + tiles.ld_stored_sums(x.others, i, after=True)
     tiles.st_tile(tiles.decayed(k, to_end), x.right, piece)
-    from_start = sums + tiles.ld_stored_sums(x.others, piece, after=False)
+    from_start = sums + tiles.ld_stored_sums(x.others, i, after=False)
     tiles.st_tile(tiles.decayed(q, from_start), x.q_smem, piece)
     if x.plan.options.rule.delta:
         tiles.st_tile(-tiles.decayed(k, from_start), x.k_smem, piece)
+
+
+# --- host -------------------------------------------------------------------------------------------------------------
 
 
 def launch(plan: Plan, inputs, *, multiprocessors: int, interpret=False, scores=None, inverse=None) -> Prepared:
@@ -216,34 +290,35 @@ def launch(plan: Plan, inputs, *, multiprocessors: int, interpret=False, scores=
     Args:
         scores, inverse: A and T, if they are known, as a backward does: they are not computed then.
     """
-    del multiprocessors
     given = {name: x for name in _INPUTS if (x := getattr(inputs, name)) is not None}
-    shapes, slabs = prepared_shapes(plan), ptx.slabs(plan.H)
-    smem = lambda n: plgpu.SMEM((n, CHUNK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)  # noqa: E731
-    scratch = dict(q_smem=smem(slabs), k_smem=smem(slabs), right=smem(slabs))
-    if scores is None:
-        scratch |= dict(squares=smem(2))
-    else:
+    shapes, slabs, blocks = prepared_shapes(plan), ptx.slabs(plan.H), min(multiprocessors, items(plan))
+    smem = plgpu.SMEM((_WARPGROUPS, slabs, CHUNK, ptx.SLAB), plan.dtype, transforms=ptx.TRANSFORMS)
+    wide = lambda *shape: plgpu.SMEM((_WARPGROUPS, *shape), jnp.float32)  # noqa: E731
+    if scores is not None:
         shapes = dataclasses.replace(shapes, scores=None, inverse=None)
     names = [name for name, x in vars(shapes).items() if x is not None]
 
     def body(*refs, **allocations):
         out = dict.fromkeys(vars(shapes)) | dict(zip(names, refs[len(given) :], strict=True))
-        _kernel(plan, dict(zip(given, refs, strict=False)), Prepared(**out), **allocations)
+        mine = dict(zip(given, refs, strict=False))
+        _kernel(plan, mine, Prepared(**out), blocks=blocks, scores=scores is None, **allocations)
 
     found = kernel(
         body,
         name="jattn_linear_channel_prepare" if scores is None else "jattn_linear_channel_backward_prepare",
         out_type=tuple(getattr(shapes, name) for name in names),
-        scratch=scratch
-        | dict(
-            sums=plgpu.SMEM((CHUNK, tiles.pitch(plan.H)), jnp.float32),
-            others=plgpu.SMEM((8, plan.H), jnp.float32),
-            vector=plgpu.SMEM(shapes.vector.shape[3:], jnp.float32),
-            ready=plgpu.Barrier(num_arrivals=2 * slabs),
+        scratch=dict(
+            q_smem=smem,
+            k_smem=smem,
+            right=smem,
+            sums=wide(CHUNK, tiles.pitch(ptx.SLAB)),
+            others=wide(8, ptx.SLAB),
+            rows_smem=wide(3, CHUNK),
+            vector=wide(*shapes.vector.shape[3:]),
+            ready=plgpu.Barrier(num_arrivals=2 * slabs, num_barriers=_WARPGROUPS),
         ),
-        grid={"block": items(plan)},
-        warpgroups=1,
+        grid={"block": blocks},
+        warpgroups=_WARPGROUPS,
         interpret=interpret,
         approximate=False,
     )(*given.values())

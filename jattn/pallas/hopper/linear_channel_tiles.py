@@ -29,6 +29,7 @@ from jattn.pallas.hopper.ptx import SCALAR, TILE_ROWS, WGMMA, i32, integer
 BLOCK = 16  # tokens of a warp
 PIECE = 32  # channels
 LEVELS = (8, 4, 2, 1)
+_PADDING = 8
 
 
 def shift(options) -> int | None:
@@ -41,97 +42,118 @@ def shift(options) -> int | None:
     return round(-options.lower_bound * LOG2_E * BLOCK / 2)
 
 
-def pitch(H: int) -> int:
+def pitch(channels: int) -> int:
     """Floats from one token's sums to the next: pairs of channels of 4 tokens meet all banks."""
-    return H + 8
+    return channels + _PADDING
 
 
 # --- log decays, a channel a thread -----------------------------------------------------------------------------------
 
 
-def ld_global_channels(ref, batch, token, head) -> tuple:
-    """Tokens `[token, token + 64)`, or the last one where there are none, of `ref [B, T, N, H]`, float32, by blocks of
-    16; all loads are in flight together. The arrays have a layout that only functions here know; they are `[16, H]` in
-    interpret mode."""
+def ld_global_channels(ref, batch, token, head, first, rows, channels: int) -> tuple:
+    """Channels `[first, first + channels)`, 64 or 128, of tokens `[token, token + 64)` of `ref [B, T, N, H]`, float32,
+    0 from `rows` of them on; all loads are in flight together. A thread has a channel, of every block of 16 tokens or,
+    of 64 channels, of half of the blocks. The arrays, of a block a thread each, have a layout that only functions here
+    know; they are `[16, 128]` or `[32, 64]` in interpret mode."""
+    count = _blocks_of_a_thread(channels)
     if interpreting():
         places = jnp.minimum(token + _rows(), ref.shape[1] - 1)
-        value = ref[batch, :, head].astype(jnp.float32)[places]
-        return tuple(value[i : i + BLOCK] for i in range(0, TILE_ROWS, BLOCK))
+        value = ref[batch, :, head, pl.ds(first, channels)].astype(jnp.float32)[places]
+        parts = jnp.where((_rows() < rows)[:, None], value, 0).reshape(-1, count, BLOCK, channels)
+        return tuple(parts[:, i].reshape(-1, channels) for i in range(count))
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), return_type=(ptx.array_type(2 * BLOCK),) * 4
+        arg_types=(plgpu.RefType(), *[SCALAR] * 5), return_type=(ptx.array_type(2 * BLOCK),) * count
     )
-    def load(_, ref, batch, token, head):
-        kind, base = ir.MemRefType(ref.type), utils.memref_ptr(ref)
-        channel, values = _channel(kind.shape[3]), []
-        for r in range(TILE_ROWS):
-            place = memory._clipped(arith.addi(token.registers[()], integer(r)), kind.shape[1])
-            start = memory._flat(kind, (batch.registers[()], place, head.registers[()], channel))
-            values.append(memory._load(base, kind.element_type, start))
-        return tuple(ptx.from_scalars(values[i : i + BLOCK]) for i in range(0, TILE_ROWS, BLOCK))
+    def load(_, ref, batch, token, head, first, rows):
+        kind, (channel, part) = ir.MemRefType(ref.type), _channel_and_part(channels)
+        before = arith.muli(part, integer(count * BLOCK))
+        places = arith.addi(token.registers[()], before), head.registers[()]
+        start = memory._flat(kind, (batch.registers[()], *places, arith.addi(channel, first.registers[()])))
+        pointer = memory._element_pointer(utils.memref_ptr(ref), kind.element_type, start)
+        left = arith.subi(rows.registers[()], before)
+        values = [_ld_token(kind, pointer, r, left) for r in range(count * BLOCK)]
+        return tuple(ptx.from_scalars(values[i : i + BLOCK]) for i in range(0, len(values), BLOCK))
 
-    return load(ref, *(jnp.asarray(x, jnp.int32) for x in (batch, token, head)))
+    return load(ref, *(jnp.asarray(x, jnp.int32) for x in (batch, token, head, first, rows)))
 
 
-def ld_global_channel(ref, head) -> jax.Array:
-    """Row `head` of float32 `ref [N, H]`, to go with `ld_global_channels`."""
+def _ld_token(kind, pointer, r: int, rows):
+    """The r-th token after `pointer`, into an array of this MemRefType `[B, T, N, H]`, as float32; 0 from `rows` on."""
+    wide = kind.element_type == ir.F32Type.get()
+    place = r * kind.shape[2] * kind.shape[3] * (4 if wide else 2)
+    text = f"{{ .reg .pred p; .reg .b16 h; setp.gt.s32 p, $2, {r}; "
+    if wide:
+        text += f"mov.b32 $0, 0; @p ld.global.nc.f32 $0, [$1 + {place}]; }}"
+    else:
+        cast = "bf16" if kind.element_type == ir.BF16Type.get() else "f16"
+        text += f"mov.b16 h, 0; @p ld.global.nc.b16 h, [$1 + {place}]; cvt.f32.{cast} $0, h; }}"
+    return llvm.inline_asm(ir.F32Type.get(), [pointer, rows], text, "=f,l,r", has_side_effects=True)
+
+
+def ld_global_channel(ref, head, first, channels: int) -> jax.Array:
+    """Of row `head` of float32 `ref [N, H]`, what goes with `ld_global_channels`."""
     if interpreting():
-        return ref[head]
+        return ref[head, pl.ds(first, channels)]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=ptx.array_type(2 * BLOCK))
-    def load(_, ref, head):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=ptx.array_type(2 * BLOCK))
+    def load(_, ref, head, first):
         kind = ir.MemRefType(ref.type)
-        start = memory._flat(kind, (head.registers[()], _channel(kind.shape[1])))
+        channel = arith.addi(_channel_and_part(channels)[0], first.registers[()])
+        start = memory._flat(kind, (head.registers[()], channel))
         return ptx.from_scalars([memory._load(utils.memref_ptr(ref), kind.element_type, start)] * BLOCK)
 
-    return load(ref, jnp.asarray(head, jnp.int32))
+    return load(ref, *(jnp.asarray(x, jnp.int32) for x in (head, first)))
 
 
-def st_sums(ref, block, g: jax.Array, rows) -> None:
-    """Stores the running sums, to the base of two, of the log decays of a block of 16 tokens to its rows of float32
-    `ref [64, pitch]`; tokens from `rows` on, of the chunk, do not decay."""
+def st_sums(ref, i: int, g: jax.Array, rows) -> None:
+    """Stores the running sums, to the base of two, of the log decays of a thread's i-th block of 16 tokens to its rows
+    of float32 `ref [64, pitch]`; tokens from `rows` on, of the chunk, do not decay (None: g is 0 there)."""
+    count = _blocks_of_a_thread(channels := ref.shape[1] - _PADDING)
     if interpreting():
-        tokens = block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-        g = jnp.where(tokens[:, None] < rows, g * jnp.float32(LOG2_E), 0)
-        ref[pl.ds(block * BLOCK, BLOCK), pl.ds(0, g.shape[1])] = jnp.cumsum(g, axis=0)
+        for part, mine in enumerate(g.reshape(-1, BLOCK, channels)):
+            tokens = (part * count + i) * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+            mine = mine if rows is None else jnp.where(tokens[:, None] < rows, mine, 0)
+            ref[pl.ds((part * count + i) * BLOCK, BLOCK), pl.ds(0, channels)] = LOG2_E * jnp.cumsum(mine, axis=0)
         return
+    last = [] if rows is None else [jnp.asarray(rows, jnp.int32)]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, WGMMA, SCALAR))
-    def store(_, ref, block, g, rows):
-        width = ir.MemRefType(ref.type).shape[1]
-        first = arith.muli(block.registers[()], integer(BLOCK))
-        start = _offset(_start(ref), arith.addi(arith.muli(first, integer(width)), _channel(width - 8)), 4)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, *[SCALAR] * len(last)))
+    def store(_, ref, g, *rows):
+        width, (channel, part) = channels + _PADDING, _channel_and_part(channels)
+        first = arith.addi(arith.muli(part, integer(count * BLOCK)), integer(i * BLOCK))
+        start = _offset(_start(ref), arith.addi(arith.muli(first, integer(width)), channel), 4)
         total = ptx.constant(0)
         for r, x in enumerate(ptx.scalars(g)):
-            exists = arith.cmpi(arith.CmpIPredicate.slt, arith.addi(first, integer(r)), rows.registers[()])
-            x = arith.select(exists, ptx.mul(x, ptx.constant(LOG2_E)), ptx.constant(0))
-            total = ptx.add(total, x)
+            if rows:
+                exists = arith.cmpi(arith.CmpIPredicate.slt, arith.addi(first, integer(r)), rows[0].registers[()])
+                x = arith.select(exists, x, ptx.constant(0))
+            total = ptx.fma(x, ptx.constant(LOG2_E), total)
             _st_shared(start, 4 * r * width, [total])
 
-    store(ref, jnp.asarray(block, jnp.int32), g, jnp.asarray(rows, jnp.int32))
+    store(ref, g, *last)
 
 
 def st_decay(sums, ref) -> None:
-    """Stores the decay of a whole chunk to float32 `ref [H]`, by the threads that stored its sums."""
+    """Stores the decay of a whole chunk to float32 `ref [channels]`; all warps have met since the sums were stored."""
     if interpreting():
         ref[...] = jnp.exp2(sum(sums[BLOCK * i - 1, pl.ds(0, ref.shape[0])] for i in range(1, 5)))
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def store(_, sums, ref):
-        width = ir.MemRefType(sums.type).shape[1]
-        channel = _channel(width - 8)
-        start, total = _offset(_start(sums), channel, 4), ptx.constant(0)
-        for i in range(1, 5):
-            total = ptx.add(total, _ld_one(start, 4 * (BLOCK * i - 1) * width))
+        channel, ends = _ld_ends(sums)
+        total = ptx.constant(0)
+        for end in ends:
+            total = ptx.add(total, end)
         _st_shared(_offset(_start(ref), channel, 4), 0, [ptx.ex2(total)])
 
     store(sums, ref)
 
 
 def st_other_sums(sums, ref) -> None:
-    """Stores to float32 `ref [8, H]` the sums of all blocks before each block and, from row 4 on, of all after it, by
-    the threads that stored the blocks' own."""
+    """Stores to float32 `ref [8, channels]` the sums of all blocks before each block and, from row 4 on, of all after
+    it; all warps have met since the sums were stored."""
     if interpreting():
         ends = sums[:, pl.ds(0, ref.shape[1])][BLOCK - 1 :: BLOCK]
         before = jnp.cumsum(ends, axis=0) - ends
@@ -140,14 +162,12 @@ def st_other_sums(sums, ref) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def store(_, sums, ref):
-        width, H = (ir.MemRefType(x.type).shape[1] for x in (sums, ref))
-        channel = _channel(H)
-        start, place = (_offset(_start(x), channel, 4) for x in (sums, ref))
-        ends = [_ld_one(start, 4 * (BLOCK * i - 1) * width) for i in range(1, 5)]
+        channel, ends = _ld_ends(sums)
+        place, channels = _offset(_start(ref), channel, 4), ir.MemRefType(ref.type).shape[1]
         for rows, order in ((range(4), ends), (range(7, 3, -1), ends[::-1])):
             total = ptx.constant(0)
             for row, end in zip(rows, order, strict=True):
-                _st_shared(place, 4 * row * H, [total])
+                _st_shared(place, 4 * row * channels, [total])
                 total = ptx.add(total, end)
 
     store(sums, ref)
@@ -167,9 +187,22 @@ def logistic(x) -> jax.Array:
     return compute(x)
 
 
-def _channel(H: int):
-    """This thread's channel; of 64, the last belongs to 65 threads."""
-    return arith.minsi(arith.remui(ptx.thread_index(), integer(128)), integer(H - 1))
+def _blocks_of_a_thread(channels: int) -> int:
+    return TILE_ROWS // BLOCK * channels // 128
+
+
+def _channel_and_part(channels: int):
+    """This thread's channel, and which part of the blocks it has."""
+    thread = arith.remui(ptx.thread_index(), integer(128))
+    return arith.remui(thread, integer(channels)), arith.divui(thread, integer(channels))
+
+
+def _ld_ends(sums):
+    """This thread's channel, and its sums of whole blocks."""
+    width = ir.MemRefType(sums.type).shape[1]
+    channel, _ = _channel_and_part(width - _PADDING)
+    start = _offset(_start(sums), channel, 4)
+    return channel, [_ld_one(start, 4 * (BLOCK * i - 1) * width) for i in range(1, 5)]
 
 
 # --- tiles of 32 channels ---------------------------------------------------------------------------------------------
@@ -258,8 +291,7 @@ def apart(sums, anchor) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(WGMMA, WGMMA), return_type=ptx.array_type(PIECE))
     def compute(_, *arrays):
-        text = "{ .reg .f32 x; .reg .b32 b; sub.ftz.f32 x, $1, $2; mov.b32 b, x; or.b32 b, b, 0x80000000;"
-        text += " mov.b32 $0, b; }"
+        text = "{ .reg .f32 x; sub.ftz.f32 x, $1, $2; abs.f32 x, x; neg.f32 $0, x; }"
         return ptx.from_scalars([ptx._instruction(text, *pair) for pair in zip(*map(ptx.scalars, arrays), strict=True)])
 
     return compute(sums, anchor)
@@ -332,64 +364,93 @@ def mma_with_block(sums, left, ref, piece, block: int) -> tuple:
     return multiply(ref.at[pl.ds(slab, 1)], column, *sums, *left)
 
 
-def mma_own(sums, left, right) -> tuple:
-    """Adds to each of `sums [64, 16]` the product of its `left [64, 32]`, bfloat16, with the rows of the same block of
-    16 in `right` (`mma.sync`)."""
+def mma_own(sums, queries, keys, right, halves) -> jax.Array:
+    """Adds products within blocks of 16 to `sums [64, 8 · halves]`, 8 columns for each `(row half, column half)`: those
+    of that half of the 16 rows of `right [64, 32]` with that half of `keys`, in rows 0 to 7 of the block, and with that
+    half of `queries`, in rows 8 to 15 (`mma.sync`). So no product is of a quarter above the diagonal."""
     if interpreting():
-        group = lambda x: x.reshape(-1, BLOCK, PIECE)  # noqa: E731
+        half = lambda x, i: x.reshape(-1, 2, BLOCK // 2, PIECE)[:, i]  # noqa: E731
         products = [
-            jnp.einsum("nic,njc->nij", group(x), group(right), preferred_element_type=jnp.float32) for x in left
-        ]
-        return tuple(s + x.reshape(TILE_ROWS, BLOCK) for s, x in zip(sums, products, strict=True))
-    count = len(sums)
+            jnp.einsum(
+                "nic,njc->nij", jnp.concatenate([half(keys, r), half(queries, r)], axis=1), half(right, c),
+                preferred_element_type=jnp.float32,
+            )
+            for r, c in halves
+        ]  # fmt: skip
+        return sums + jnp.concatenate(products, axis=2).reshape(sums.shape)
 
-    @plgpu.inline_mgpu(arg_types=[WGMMA] * (2 * count + 1), return_type=(ptx.array_type(BLOCK),) * count)
-    def multiply(_, *arrays):
-        results, left = [ptx.scalars(x) for x in arrays[:count]], [ptx.pairs(x) for x in arrays[count:-1]]
-        right = ptx.pairs(arrays[-1])
+    @plgpu.inline_mgpu(arg_types=[WGMMA] * 4, return_type=ptx.array_type(8 * len(halves)))
+    def multiply(_, sums, *arrays):
+        results, (queries, keys, right) = ptx.scalars(sums), map(ptx.pairs, arrays)
+        utils.warp_barrier()  # or the compiler reads the next anchor's sums ahead, into registers that others need
         for step in range(0, len(right), 4):
-            for x, words in zip(results, left, strict=True):
-                for tile in range(2):  # rows 0 to 7 of the block, rows 8 to 15
-                    mine = slice(4 * tile, 4 * tile + 4)
-                    x[mine] = _mma(x[mine], words[step : step + 4], right[step + tile : step + 4 : 2])
-        return tuple(map(ptx.from_scalars, results))
+            for i, (row, column) in enumerate(halves):
+                left = [x[step + 2 * k + row] for k in range(2) for x in (keys, queries)]
+                mine = slice(4 * i, 4 * i + 4)
+                results[mine] = _mma(results[mine], left, right[step + column : step + 4 : 2])
+        return ptx.from_scalars(results)
 
-    return multiply(*sums, *left, right)
+    return multiply(sums, queries, keys, right)
 
 
-def of_levels(levels, diagonal=None) -> jax.Array:
-    """The lower triangles of blocks of 16, `[64, 16]`, of the products of each level (see `LEVELS`): who is not its row
-    or column has been multiplied too, and is left out here. None as the diagonal is 0."""
+CORNER, INNER = ((1, 0),), ((0, 0), (1, 1))  # halves of 16 rows and columns
+
+
+def within_blocks(corner, inner, diagonal=None) -> tuple:
+    """The lower triangles of blocks of 16, `[64, 16]`, of queries and of keys, from products by `mma_own`: of `CORNER`,
+    and of `INNER` for each level from 4 on (see `LEVELS`), which has multiplied others too that are left out here, or
+    for all of them.
+
+    Args:
+        diagonal: that of the queries' triangle, `[64]` in the ROW layout, that of the keys' is 0; or None where the
+            only inner products have it.
+    """
+    bits = LEVELS[:0:-1] if diagonal is not None else ()
     if interpreting():
         r, c = _rows()[:, None] % BLOCK, _rows()[:BLOCK]
-        value = jnp.zeros((TILE_ROWS, BLOCK), jnp.float32) if diagonal is None else diagonal
-        for bit, level in zip(LEVELS, levels, strict=True):
-            value = jnp.where((r ^ c < 2 * bit) & (r ^ c >= bit), level, value)
-        return jnp.where(r >= c, value, 0)
+        found = []
+        for which in (1, 0):  # queries, keys
+            quarters = [[a[:, which] for a in _quarters(corner)], *([a[:, which] for a in _quarters(x)] for x in inner)]
+            whole = [_of_quarters(quarters[0][0], *x) for x in quarters[1:]]
+            value = whole[-1] if diagonal is None else diagonal[:, None] * which
+            for bit, level in zip(bits, whole[::-1], strict=False):
+                value = jnp.where(r ^ c >= bit, level, value)
+            found.append(jnp.where(r >= c, value, 0))
+        return tuple(found)
+    diagonals = [] if diagonal is None else [diagonal]
 
     @plgpu.inline_mgpu(
-        arg_types=[WGMMA] * (len(LEVELS) + (diagonal is not None)), return_type=ptx.array_type(BLOCK)
+        arg_types=[WGMMA] * (1 + len(inner)) + [ptx.ROW] * len(diagonals), return_type=(ptx.array_type(BLOCK),) * 2
     )
     def choose(_, *arrays):
-        zero, (l8, *inner) = ptx.constant(0), [ptx.scalars(x) for x in arrays]
-        inner, rest = inner[: len(LEVELS) - 1], inner[len(LEVELS) - 1 :]
+        zero, (corner, *rest) = ptx.constant(0), [ptx.scalars(x) for x in arrays]
         first, column = ptx.lane_position()
-        row, own = arith.remui(first, integer(8)), [zero] * 8
-        for i in range(8):
-            if ptx.row_of(i) > i // 4:  # rows 8 to 15 of the block, columns 0 to 7
-                own[i] = l8[i]
-            if ptx.row_of(i) != i // 4:
-                continue
-            mine = arith.addi(column, integer(i % 2))
-            apart = arith.xori(row, mine)
-            value = rest[0][i] if rest else zero
-            for bit, level in zip((1, 2, 4), inner[::-1], strict=True):
-                differs = arith.cmpi(arith.CmpIPredicate.uge, apart, integer(bit))
-                value = arith.select(differs, level[i], value)
-            own[i] = arith.select(arith.cmpi(arith.CmpIPredicate.uge, row, mine), value, zero)
-        return ptx.from_scalars(own)
+        row, found = arith.remui(first, integer(8)), []
+        for which in (1, 0):  # queries, keys
+            own = [zero] * 8
+            own[2:4] = corner[2 * which :][:2]
+            for half, i in ((0, 0), (0, 1), (1, 0), (1, 1)):
+                mine = arith.addi(column, integer(i))
+                level = [x[4 * half + 2 * which + i] for x in rest[: len(inner)]]
+                value = level[-1] if diagonal is None else rest[-1][half] if which else zero
+                for bit, x in zip(bits, level[::-1], strict=False):
+                    differs = arith.cmpi(arith.CmpIPredicate.uge, arith.xori(row, mine), integer(bit))
+                    value = arith.select(differs, x, value)
+                own[6 * half + i] = arith.select(arith.cmpi(arith.CmpIPredicate.uge, row, mine), value, zero)
+            found.append(ptx.from_scalars(own))
+        return tuple(found)
 
-    return choose(*levels, *([] if diagonal is None else [diagonal]))
+    return choose(corner, *inner, *diagonals)
+
+
+def _quarters(x):
+    """Of results of `mma_own`, in interpret mode: for each half `[blocks, 2, 8, 8]`, of keys and of queries."""
+    return list(jnp.moveaxis(x.reshape(4, 2, 8, -1, 8), 3, 0))
+
+
+def _of_quarters(corner, first, last):
+    upper = jnp.concatenate([first, 0 * first], axis=2)
+    return jnp.concatenate([upper, jnp.concatenate([corner, last], axis=2)], axis=1).reshape(TILE_ROWS, BLOCK)
 
 
 def assembled(blocks, own) -> jax.Array:
@@ -490,8 +551,7 @@ def _unpacked(word) -> list:
 
 def _exp2_apart(a, b):
     """2^−|a − b|."""
-    text = "{ .reg .f32 x; .reg .b32 b; sub.ftz.f32 x, $1, $2; mov.b32 b, x; or.b32 b, b, 0x80000000; mov.b32 x, b;"
-    text += " ex2.approx.ftz.f32 $0, x; }"
+    text = "{ .reg .f32 x; sub.ftz.f32 x, $1, $2; abs.f32 x, x; neg.f32 x, x; ex2.approx.ftz.f32 $0, x; }"
     return ptx._instruction(text, a, b)
 
 
