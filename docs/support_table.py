@@ -47,6 +47,19 @@ def paged(*packed, query=(2, 1, 8, 128), **options):
     return ask("paged_attention", Array(query, "bfloat16"), cache, *packed, **options)
 
 
+def kda(dtype="bfloat16", H=128, **options):
+    """2 sequences of 1024, or with `cu_seqlens` 8 packed into 4096; kernels take the same calls of all six ops."""
+    tokens = (4096,) if "cu_seqlens" in options else (2, 1024)
+    key, value, beta = (Array((*tokens, *heads), dtype) for heads in ((8, H), (8, 128), (8,)))
+    return ask("linear.kda", key, key, value, key, beta, **options)
+
+
+def kda_step(dtype="bfloat16", H=128):
+    """One token of each of 2 sequences."""
+    key, value, beta = (Array((2, 1, *heads), dtype) for heads in ((8, H), (8, 128), (8,)))
+    return ask("linear.kda_step", key, key, value, key, beta, Array((2, 8, H, 128), "float32"))
+
+
 def gain(score, b, n, t, s, value):
     return score * value
 
@@ -90,6 +103,18 @@ def rows():
     yield "`paged_attention`", paged()
     yield "`paged_attention`, packed chunks", paged(Array((3,), "int32"), query=(600, 8, 128))
     yield "`paged_attention`, tree", paged(query=(2, 8, 8, 128), mask=masks.tree([-1, 0, 0, 1, 1, 2, 2, 3]))
+    yield "`jattn.linear`, all six ops", kda()
+    yield "`jattn.linear`, float16", kda("float16")
+    yield "`jattn.linear`, float32", kda("float32")
+    yield "`jattn.linear`, H = 40", kda(H=40)
+    yield "`jattn.linear`, H = 192", kda(H=192)
+    yield "`jattn.linear`, packed", kda(cu_seqlens=Array((9,), "int32"))
+    yield "`jattn.linear`, segment ids", kda(segment_ids=Array((2, 1024), "int32"))
+    yield "`jattn.linear`, checkpoints", kda(checkpoints=[64, 512])
+    yield '`jattn.linear`, `mode="recurrent"`', kda(mode="recurrent")
+    yield "`jattn.linear`, all six steps", kda_step()
+    yield "`jattn.linear`, steps, float32", kda_step("float32")
+    yield "`jattn.linear`, steps, H = 40", kda_step(H=40)
 
 
 def table():

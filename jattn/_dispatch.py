@@ -62,8 +62,11 @@ class Explanation:
     def __repr__(self):
         p = self.problem
         lines = [f"jattn.{p.op}: B={p.B} T={p.T} S={p.S} N={p.N} K={p.K} H={p.H} D={p.D} {p.dtype}"]
-        features = ("mask", "bias", "score_mod", "soft_cap", "sinks", "dropout", "deterministic", "sequences")
-        asked = [f"{f}={getattr(p, f)}" for f in features if getattr(p, f) not in (None, False)]
+        features = (
+            "mask", "bias", "score_mod", "soft_cap", "sinks", "dropout", "deterministic", "sequences", "segments",
+            "checkpoints", "qk_l2norm", "gate", "beta_activation", "mode",
+        )  # fmt: skip
+        asked = [f"{f}={value}" for f in features if (value := getattr(p, f, None)) not in (None, False)]
         lines += [f"  with {', '.join(asked)}"] if asked else []
         lines += [f"  runs on {self.implementation}, {self.config}" if self.implementation else "  cannot run"]
         lines += [f"  its backward on {self.backward}"] if self.backward != self.implementation else []

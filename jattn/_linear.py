@@ -124,6 +124,6 @@ class Problem(_problem.Problem):
     state_dtype: str = "float32"
     initial_state: str | None = None  # its dtype
     checkpoints: int | None = None  # how many of each sequence
-    resets: bool = False
+    segments: bool = False  # some of its tokens may start from an empty state
     mode: str = "chunk"
     residuals: str = "save"

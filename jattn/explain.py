@@ -2,26 +2,46 @@
 
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jattn import _dispatch, sequence, sequence_cache
 from jattn._mapped import in_auto_mode
 from jattn._mesh import _sharding
+from jattn.attention import attention
 from jattn.attention import prepare as prepare_attention
+from jattn.decode import decode_attention
 from jattn.decode import prepare as prepare_decode_attention
+from jattn.linear import decay, delta, steps
+from jattn.paged import paged_attention
 from jattn.paged import prepare as prepare_paged_attention
 from jattn.ragged import prepare as prepare_ragged_attention
+from jattn.ragged import ragged_attention
 
 __all__ = ["explain"]
 
-_PREPARE = {
-    "attention": prepare_attention,
-    "ragged_attention": prepare_ragged_attention,
-    "decode_attention": prepare_decode_attention,
-    "paged_attention": prepare_paged_attention,
+#: op -> itself, which says what arguments there are, and what describes a call of it.
+_OPS = {
+    "attention": (attention, prepare_attention),
+    "ragged_attention": (ragged_attention, prepare_ragged_attention),
+    "decode_attention": (decode_attention, prepare_decode_attention),
+    "paged_attention": (paged_attention, prepare_paged_attention),
+    "linear.kda": (delta.kda, delta.prepare_kda),
+    "linear.gated_delta_rule": (delta.gated_delta_rule, delta.prepare_gated_delta_rule),
+    "linear.delta_rule": (delta.delta_rule, delta.prepare_delta_rule),
+    "linear.gla": (decay.gla, decay.prepare_gla),
+    "linear.simple_gla": (decay.simple_gla, decay.prepare_simple_gla),
+    "linear.linear_attention": (decay.linear_attention, decay.prepare_linear_attention),
+    "linear.kda_step": (steps.kda_step, steps.prepare_kda_step),
+    "linear.gated_delta_rule_step": (steps.gated_delta_rule_step, steps.prepare_gated_delta_rule_step),
+    "linear.delta_rule_step": (steps.delta_rule_step, steps.prepare_delta_rule_step),
+    "linear.gla_step": (steps.gla_step, steps.prepare_gla_step),
+    "linear.simple_gla_step": (steps.simple_gla_step, steps.prepare_simple_gla_step),
+    "linear.linear_attention_step": (steps.linear_attention_step, steps.prepare_linear_attention_step),
 }
 
 
@@ -32,8 +52,9 @@ def explain(
 
     Args:
         *args, **kwargs: the arguments of the op; arrays may be `jax.ShapeDtypeStruct`. Nothing runs.
-        op: "attention", "ragged_attention", "decode_attention" or "paged_attention"; or of those over many devices
-            "ring_attention", "allgather_attention", "ulysses_attention", "hybrid_attention", "sequence_attention",
+        op: "attention", "ragged_attention", "decode_attention" or "paged_attention"; "linear.kda" and the other ops of
+            `jattn.linear`, steps too ("linear.kda_step"); or of those over many devices "ring_attention",
+            "allgather_attention", "ulysses_attention", "hybrid_attention", "sequence_attention",
             "sequence_decode_attention" or "sequence_paged_attention".
         implementation, config: as in the op.
 
@@ -47,23 +68,28 @@ def explain(
 
     Example:
         `print(jattn.explain(q, k, v, is_causal=True))`
+        `print(jattn.explain(q, k, v, g, beta, op="linear.kda", qk_l2norm=True))`
         `print(jattn.explain(q, k, v, op="ring_attention", axis="sp", mesh=mesh))`
     """
-    if op not in (*_PREPARE, *_SPREAD):
-        raise ValueError(f"op={op!r} is unknown; choose from {', '.join(map(repr, (*_PREPARE, *_SPREAD)))}")
+    if op not in (*_OPS, *_SPREAD):
+        raise ValueError(f"op={op!r} is unknown; choose from {', '.join(map(repr, (*_OPS, *_SPREAD)))}")
+    if op in _OPS:  # what describes it may take arguments of its kin too
+        inspect.signature(_OPS[op][0]).bind(*args, **kwargs)
+        kwargs.pop("return_final_state", None)
     kwargs.pop("return_residual", None)
     leaves, structure = jax.tree.flatten((args, kwargs))
     if op in _SPREAD and kwargs.get("mesh") is None:  # the arrays of `describe` do not tell
         meshes = (mesh for x in leaves for mesh, spec in [_sharding(x)] if spec is not None)
         leaves, structure = jax.tree.flatten((args, kwargs | dict(mesh=next(meshes, None))))
-    is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
+    # NumPy's scalars compile in, as Python's do.
+    is_array = [hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, np.generic) for x in leaves]
     found = []
 
     def describe(arrays):
         arrays = iter(arrays)
         args, kwargs = structure.unflatten([next(arrays) if a else x for x, a in zip(leaves, is_array, strict=True)])
-        if op in _PREPARE:
-            found.append(_dispatch.explain(_PREPARE[op](*args, **kwargs).problem, implementation, config))
+        if op in _OPS:
+            found.append(_dispatch.explain(_OPS[op][1](*args, **kwargs).problem, implementation, config))
         else:
             found.append(_SPREAD[op](*args, implementation=implementation, config=config, **kwargs))
 

@@ -102,8 +102,12 @@ def test_explain_names_the_implementation_and_its_reasons():
 def test_explain_computes_nothing_and_takes_shapes():
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv()]
     assert jattn.explain(*shapes, dropout_rate=0.1, dropout_key=jax.random.key(0)).implementation == "xla"
+    scaled = [jattn.explain(*shapes, scale=scale(0.3)).problem.traced_scale for scale in (float, np.float32, np.array)]
+    assert scaled == [False, False, True]
     with pytest.raises(ValueError, match="H=16"):
         jattn.explain(shapes[0], jax.ShapeDtypeStruct((2, 23, 2, 8), np.float32), shapes[2])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'return_final_state'"):
+        jattn.explain(*shapes, return_final_state=True)
 
 
 def test_results_have_the_documented_shapes_and_types():

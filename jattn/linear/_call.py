@@ -100,7 +100,7 @@ def _problem(op, arrays, context, options, M):
         beta_activation=options.beta_activation, qk_l2norm=options.qk_l2norm, state_layout=options.state_layout,
         state_dtype=options.state_dtype, initial_state=None if h0 is None else str(h0.dtype),
         checkpoints=None if context.checkpoints is None else context.checkpoints.shape[1],
-        resets=context.resets is not None, mode=options.mode, residuals=options.residuals,
+        segments=context.resets is not None, mode=options.mode, residuals=options.residuals,
     )  # fmt: skip
 
 

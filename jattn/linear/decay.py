@@ -1,12 +1,13 @@
 """Linear attention without the delta rule: `gla`, `simple_gla`, `linear_attention`."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 
 from jattn import _check
 from jattn._linear import RULES
-from jattn.linear._call import describe
+from jattn.linear._call import Call, describe
 from jattn.linear._run import results
 
 __all__ = ["gla", "linear_attention", "simple_gla"]
@@ -58,8 +59,8 @@ def gla(
 
     Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (2023).
     """
-    call = describe(
-        RULES["gla"], query, key, value, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+    call = prepare_gla(
+        query, key, value, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
         segment_ids=segment_ids, checkpoints=checkpoints, state_layout=state_layout, state_dtype=state_dtype, mode=mode,
         residuals=residuals,
     )  # fmt: skip
@@ -112,8 +113,8 @@ def simple_gla(
 
     Sources: Sun et al., "Retentive Network" (2023); Dao, Gu, "Transformers are SSMs" (2024).
     """
-    call = describe(
-        RULES["simple_gla"], query, key, value, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+    call = prepare_simple_gla(
+        query, key, value, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
         segment_ids=segment_ids, checkpoints=checkpoints, state_layout=state_layout, state_dtype=state_dtype, mode=mode,
         residuals=residuals,
     )  # fmt: skip
@@ -163,21 +164,35 @@ def linear_attention(
 
     Source: Katharopoulos et al., "Transformers are RNNs" (2020).
     """
-    normalize = _check.flag(normalize, "normalize")
-    if normalize:
-        value = _check.array(value, "value")
-        value = jnp.concatenate([value, jnp.ones_like(value[..., :1])], axis=-1)
-    call = describe(
-        RULES["linear_attention"], query, key, value, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+    call = prepare_linear_attention(
+        query, key, value, normalize=normalize, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
         segment_ids=segment_ids, checkpoints=checkpoints, state_layout=state_layout, state_dtype=state_dtype, mode=mode,
-        residuals=residuals, unrounded=normalize,
+        residuals=residuals,
     )  # fmt: skip
     found = results(call, return_final_state, implementation=implementation, config=config)
     if not normalize:
         return found
     out, *states = found if isinstance(found, tuple) else (found,)
-    out = divided(out, value.dtype)
+    out = divided(out, call.arrays.value.dtype)
     return (out, *states) if states else out
+
+
+# Each checks a call of its op and describes it.
+
+prepare_gla = functools.partial(describe, RULES["gla"])
+prepare_simple_gla = functools.partial(describe, RULES["simple_gla"])
+
+
+def prepare_linear_attention(query, key, value, *, normalize=False, **options) -> Call:
+    if _check.flag(normalize, "normalize"):
+        value = widened(value)
+    return describe(RULES["linear_attention"], query, key, value, unrounded=normalize, **options)
+
+
+def widened(value):
+    """`value` with a channel of ones more: what comes of it divides the others."""
+    value = _check.array(value, "value")
+    return jnp.concatenate([value, jnp.ones_like(value[..., :1])], axis=-1)
 
 
 def divided(out, dtype):

@@ -1,9 +1,10 @@
 """The delta rule with and without decay: `kda`, `gated_delta_rule`, `delta_rule`."""
 
+import functools
 from typing import Any
 
 from jattn._linear import RULES
-from jattn.linear._call import describe
+from jattn.linear._call import Call, describe
 from jattn.linear._run import results
 
 __all__ = ["delta_rule", "gated_delta_rule", "kda"]
@@ -99,8 +100,8 @@ def kda(
 
     Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture" (2025).
     """
-    call = describe(
-        RULES["kda"], query, key, value, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+    call = prepare_kda(
+        query, key, value, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
         segment_ids=segment_ids, checkpoints=checkpoints, qk_l2norm=qk_l2norm, gate=gate, A_log=A_log, dt_bias=dt_bias,
         lower_bound=lower_bound, beta_activation=beta_activation, state_layout=state_layout, state_dtype=state_dtype,
         mode=mode, residuals=residuals,
@@ -163,8 +164,8 @@ def gated_delta_rule(
 
     Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024).
     """
-    call = describe(
-        RULES["gated_delta_rule"], query, key, value, g, beta, scale=scale, initial_state=initial_state,
+    call = prepare_gated_delta_rule(
+        query, key, value, g, beta, scale=scale, initial_state=initial_state,
         cu_seqlens=cu_seqlens, segment_ids=segment_ids, checkpoints=checkpoints, qk_l2norm=qk_l2norm, gate=gate,
         A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, beta_activation=beta_activation,
         state_layout=state_layout, state_dtype=state_dtype, mode=mode, residuals=residuals,
@@ -218,10 +219,20 @@ def delta_rule(
 
     Source: Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length" (2024).
     """
-    call = describe(
-        RULES["delta_rule"], query, key, value, None, beta, scale=scale, initial_state=initial_state,
+    call = prepare_delta_rule(
+        query, key, value, beta, scale=scale, initial_state=initial_state,
         cu_seqlens=cu_seqlens, segment_ids=segment_ids, checkpoints=checkpoints, qk_l2norm=qk_l2norm,
         beta_activation=beta_activation, state_layout=state_layout, state_dtype=state_dtype, mode=mode,
         residuals=residuals,
     )  # fmt: skip
     return results(call, return_final_state, implementation=implementation, config=config)
+
+
+# Each checks a call of its op and describes it.
+
+prepare_kda = functools.partial(describe, RULES["kda"])
+prepare_gated_delta_rule = functools.partial(describe, RULES["gated_delta_rule"])
+
+
+def prepare_delta_rule(query, key, value, beta, **options) -> Call:
+    return describe(RULES["delta_rule"], query, key, value, None, beta, **options)

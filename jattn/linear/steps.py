@@ -1,14 +1,13 @@
 """Decoding: the next 1 to 32 tokens of many sequences, on a pool of states."""
 
+import functools
 from typing import Any
-
-import jax.numpy as jnp
 
 from jattn import _check
 from jattn._linear import RULES
-from jattn.linear._call import describe_step
+from jattn.linear._call import Call, describe_step
 from jattn.linear._run import run_step
-from jattn.linear.decay import divided
+from jattn.linear.decay import divided, widened
 
 __all__ = [
     "delta_rule_step",
@@ -77,8 +76,8 @@ def kda_step(
 
     Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture" (2025).
     """
-    call = describe_step(
-        RULES["kda"], query, key, value, g, beta, state, state_indices=state_indices,
+    call = prepare_kda_step(
+        query, key, value, g, beta, state, state_indices=state_indices,
         query_seq_lengths=query_seq_lengths, scale=scale, qk_l2norm=qk_l2norm, gate=gate, A_log=A_log, dt_bias=dt_bias,
         lower_bound=lower_bound, beta_activation=beta_activation, state_layout=state_layout,
     )  # fmt: skip
@@ -122,8 +121,8 @@ def gated_delta_rule_step(
 
     Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024).
     """
-    call = describe_step(
-        RULES["gated_delta_rule"], query, key, value, g, beta, state, state_indices=state_indices,
+    call = prepare_gated_delta_rule_step(
+        query, key, value, g, beta, state, state_indices=state_indices,
         query_seq_lengths=query_seq_lengths, scale=scale, qk_l2norm=qk_l2norm, gate=gate, A_log=A_log, dt_bias=dt_bias,
         lower_bound=lower_bound, beta_activation=beta_activation, state_layout=state_layout,
     )  # fmt: skip
@@ -161,8 +160,8 @@ def delta_rule_step(
 
     Source: Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length" (2024).
     """
-    call = describe_step(
-        RULES["delta_rule"], query, key, value, None, beta, state, state_indices=state_indices,
+    call = prepare_delta_rule_step(
+        query, key, value, beta, state, state_indices=state_indices,
         query_seq_lengths=query_seq_lengths, scale=scale, qk_l2norm=qk_l2norm, beta_activation=beta_activation,
         state_layout=state_layout,
     )  # fmt: skip
@@ -198,8 +197,8 @@ def gla_step(
 
     Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (2023).
     """
-    call = describe_step(
-        RULES["gla"], query, key, value, g, None, state, state_indices=state_indices,
+    call = prepare_gla_step(
+        query, key, value, g, state, state_indices=state_indices,
         query_seq_lengths=query_seq_lengths, scale=scale, state_layout=state_layout,
     )  # fmt: skip
     return run_step(call, implementation=implementation, config=config)
@@ -234,8 +233,8 @@ def simple_gla_step(
 
     Sources: Sun et al., "Retentive Network" (2023); Dao, Gu, "Transformers are SSMs" (2024).
     """
-    call = describe_step(
-        RULES["simple_gla"], query, key, value, g, None, state, state_indices=state_indices,
+    call = prepare_simple_gla_step(
+        query, key, value, g, state, state_indices=state_indices,
         query_seq_lengths=query_seq_lengths, scale=scale, state_layout=state_layout,
     )  # fmt: skip
     return run_step(call, implementation=implementation, config=config)
@@ -272,13 +271,34 @@ def linear_attention_step(
 
     Source: Katharopoulos et al., "Transformers are RNNs" (2020).
     """
-    normalize, dtype = _check.flag(normalize, "normalize"), None
-    if normalize:
-        value = _check.array(value, "value")
-        value, dtype = jnp.concatenate([value, jnp.ones_like(value[..., :1])], axis=-1), value.dtype
-    call = describe_step(
-        RULES["linear_attention"], query, key, value, None, None, state, state_indices=state_indices,
-        query_seq_lengths=query_seq_lengths, scale=scale, state_layout=state_layout, unrounded=normalize,
+    call = prepare_linear_attention_step(
+        query, key, value, state, normalize=normalize, state_indices=state_indices, query_seq_lengths=query_seq_lengths,
+        scale=scale, state_layout=state_layout,
     )  # fmt: skip
     out, state = run_step(call, implementation=implementation, config=config)
-    return divided(out, dtype) if normalize else out, state
+    return divided(out, call.arrays.arrays.value.dtype) if normalize else out, state
+
+
+# Each checks a call of its op and describes it.
+
+prepare_kda_step = functools.partial(describe_step, RULES["kda"])
+prepare_gated_delta_rule_step = functools.partial(describe_step, RULES["gated_delta_rule"])
+
+
+def prepare_delta_rule_step(query, key, value, beta, state, **options) -> Call:
+    return describe_step(RULES["delta_rule"], query, key, value, None, beta, state, **options)
+
+
+def prepare_gla_step(query, key, value, g, state, **options) -> Call:
+    return describe_step(RULES["gla"], query, key, value, g, None, state, **options)
+
+
+def prepare_simple_gla_step(query, key, value, g, state, **options) -> Call:
+    return describe_step(RULES["simple_gla"], query, key, value, g, None, state, **options)
+
+
+def prepare_linear_attention_step(query, key, value, state, *, normalize=False, **options) -> Call:
+    if _check.flag(normalize, "normalize"):
+        value = widened(value)
+    rule = RULES["linear_attention"]
+    return describe_step(rule, query, key, value, None, None, state, unrounded=normalize, **options)
