@@ -25,8 +25,9 @@ JLA = {"kda": "kda", "gated_delta_rule": "gated_deltanet"}
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One call. Of a step, B is the number of sequences; with a gate, the op makes the decays of bfloat16 numbers;
-    `sequences` of all lengths are packed into one row."""
+    """One call. Of a step, B is the number of sequences; gate="bounded": the op makes the decays of bfloat16 numbers;
+    gate="clipped": it clips the log decays of the call without a gate, which changes none of them; `sequences` of all
+    lengths are packed into one row."""
 
     op: str
     B: int
@@ -34,16 +35,17 @@ class Shape:
     N: int
     H: int = 128
     step: bool = False
-    gate: bool = False
+    gate: str | None = None
     sequences: int | None = None
 
     def __str__(self):
-        more = " from gates" if self.gate else "" if self.sequences is None else f" packed {self.sequences}"
+        more = {None: "", "bounded": " from gates", "clipped": " clipped"}[self.gate]
+        more += "" if self.sequences is None else f" packed {self.sequences}"
         return f"{self.op}{'_step' if self.step else ''} B{self.B} T{self.T} N{self.N} H{self.H}{more}"
 
     @property
     def options(self):
-        return dict(qk_l2norm=True) | (dict(gate="bounded", lower_bound=BOUND) if self.gate else {})
+        return dict(qk_l2norm=True) | (dict(gate=self.gate, lower_bound=BOUND) if self.gate else {})
 
     def attend(self, *inputs, recurrent=False, **options):
         """The op on what `inputs` returns; or the recurrence, of a step too."""
@@ -57,6 +59,11 @@ class Shape:
         """Where packed sequences begin, at random."""
         cuts = np.sort(np.random.default_rng(0).choice(np.arange(1, self.T), self.sequences - 1, replace=False))
         return np.array([0, *cuts, self.T])
+
+    @property
+    def raw(self):
+        """Whether g is what decays are made of."""
+        return self.gate == "bounded"
 
     @property
     def by_channel(self):
@@ -74,7 +81,7 @@ class Shape:
         raw = jax.random.normal(keys[3], (*tokens, self.H) if self.by_channel else tokens, jnp.float32)
         beta = jax.nn.sigmoid(jax.random.normal(keys[4], tokens, jnp.float32))
         gates = 2 * raw - 2
-        x = (q, k, v, gates.astype(dtype) if self.gate else BOUND * jax.nn.sigmoid(gates), beta)
+        x = (q, k, v, gates.astype(dtype) if self.raw else BOUND * jax.nn.sigmoid(gates), beta)
         return (*x, jax.random.normal(keys[5], (self.B, self.N, self.H, self.H), jnp.float32)) if self.step else x
 
     def least_bytes(self, dtype, backward):
@@ -82,7 +89,7 @@ class Shape:
         size, H = jnp.dtype(dtype).itemsize, self.H
         if self.step:
             return self.B * self.N * 8 * H * H
-        gate = (size if self.gate else 4) * (H if self.by_channel else 1) + 4
+        gate = (size if self.raw else 4) * (H if self.by_channel else 1) + 4
         forward = 4 * size * H + gate
         return self.token_heads * (forward + (7 * size * H + 2 * gate if backward else 0))
 
@@ -93,7 +100,7 @@ class Shape:
             return self.least_bytes(dtype, backward)
         size = jnp.dtype(dtype).itemsize
         m, square, states = size * self.H, size * 64, size * self.H * self.H // 64
-        gate = (size if self.gate else 4) * self.H
+        gate = (size if self.raw else 4) * self.H
         if self.by_channel:
             forward = (5 * m + gate + 2 * square) + (5 * m + 2 * square)
             prepare, scan = 5 * m + gate, 5 * m + 2 * square + states
@@ -113,13 +120,16 @@ class Shape:
 GPU = (
     Shape("kda", 1, 8192, 32), Shape("kda", 4, 4096, 32), Shape("kda", 1, 65536, 16),
     Shape("gated_delta_rule", 1, 8192, 32), Shape("gated_delta_rule", 4, 4096, 32),
-    Shape("gated_delta_rule", 1, 8192, 8), Shape("kda", 1, 8192, 32, gate=True),
+    Shape("gated_delta_rule", 1, 8192, 8), Shape("kda", 1, 8192, 32, gate="bounded"),
+    Shape("kda", 1, 8192, 32, gate="clipped"), Shape("kda", 4, 4096, 32, gate="clipped"),
+    Shape("kda", 1, 65536, 16, gate="clipped"),
     Shape("kda", 1, 8192, 32, sequences=16), Shape("gated_delta_rule", 1, 8192, 32, sequences=16),
     Shape("kda", 64, 1, 96, step=True), Shape("kda", 256, 1, 128, step=True), Shape("kda", 1, 1, 96, step=True),
 )  # fmt: skip
 CPU = (
     Shape("kda", 1, 1024, 4, 64), Shape("gated_delta_rule", 1, 1024, 4, 64), Shape("kda", 16, 1, 4, 64, step=True),
-    Shape("kda", 1, 1024, 4, 64, gate=True), Shape("kda", 1, 1024, 4, 64, sequences=5),
+    Shape("kda", 1, 1024, 4, 64, gate="bounded"), Shape("kda", 1, 1024, 4, 64, gate="clipped"),
+    Shape("kda", 1, 1024, 4, 64, sequences=5),
 )  # fmt: skip
 SCALING_GPU = tuple(Shape("kda", 1, 1024 << i, 16) for i in range(8))
 SCALING_CPU = tuple(Shape("kda", 1, 256 << i, 4, 64) for i in range(6))
@@ -173,7 +183,7 @@ def linear_suite(arguments):
 def built(shape, backward, on_gpu):
     """name -> compiled function of the inputs."""
     functions = {"jattn": functools.partial(shape.attend, implementation="mosaic" if on_gpu else None)}
-    if on_gpu and shape.op in JLA and not (shape.step or shape.gate or shape.sequences):
+    if on_gpu and shape.op in JLA and not (shape.step or shape.raw or shape.sequences):
         functions["jla"] = gpu.attempt("jla", lambda: jla(shape.op))
     return {name: jax.jit(passes(f, backward)) for name, f in functions.items() if f is not None}
 

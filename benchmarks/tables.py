@@ -57,7 +57,7 @@ SECTIONS = {
         "percent_of_fused": "% of one kernel's limit", "times_jla": "× jla", "goal": "goal", "verdict": "",
     }),
 }  # fmt: skip
-# Relative to jla, forward, then forward and backward.
+# Relative to jla, forward, then forward and backward; of clipped decays too.
 LINEAR_GOALS = {
     "kda B1 T8192 N32 H128": (0.50, 0.60), "kda B4 T4096 N32 H128": (0.56, 0.60),
     "kda B1 T65536 N16 H128": (0.42, 0.55),
@@ -353,7 +353,7 @@ def section(name, rows):
 
 def _of_goals(row):
     """The columns of `SECTIONS` that are not recorded."""
-    wanted = LINEAR_GOALS.get(row["shape"], (None, None))[row["pass"] == "fwd+bwd"]
+    wanted = LINEAR_GOALS.get(row["shape"].removesuffix(" clipped"), (None, None))[row["pass"] == "fwd+bwd"]
     if wanted is None or row["implementation"] != "jattn" or not row.get("times_jla"):
         return {"goal": row.get("goal", ""), "verdict": row.get("verdict", "")}
     return {"goal": f"≤ {wanted:.2f}", "verdict": verdict(wanted, float(row["times_jla"]))}

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 
 
 def log_decay(x, A_log, dt_bias, gate, lower_bound):
-    """The log of the decay from a raw gate; A_log and dt_bias (or None) broadcast to it."""
+    """The log of the decay from what a gate is given; A_log and dt_bias (or None) broadcast to it."""
+    if gate == "clipped":  # not a maximum, which halves the gradient of decays at the bound
+        return jnp.where(x < lower_bound, jnp.asarray(lower_bound, x.dtype), x)
     x = x if dt_bias is None else x + dt_bias
     rate = jnp.ones((), x.dtype) if A_log is None else jnp.exp(A_log)
     if gate == "softplus":

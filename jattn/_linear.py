@@ -98,7 +98,7 @@ class Options:
     rule: Rule
     scale: float | None
     qk_l2norm: bool
-    gate: str | None  # None: g is the log of the decay; "softplus" or "bounded"
+    gate: str | None  # None: g is the log of the decay; "clipped": it is at least lower_bound; "softplus", "bounded"
     lower_bound: float
     beta_activation: str | None  # None, "sigmoid" or "sigmoid2"
     state_layout: str  # "kv" or "vk"

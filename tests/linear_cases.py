@@ -46,7 +46,7 @@ def problem(op, B=2, T=150, K=2, N=4, H=16, D=24, *, dtype=np.float32, gates="mi
     width = H if op in BY_CHANNEL else 1
     if op in BY_CHANNEL + BY_HEAD:
         x = normal(B, T, N, width)
-        if options.get("gate") is not None:
+        if options.get("gate") not in (None, "clipped"):
             arrays |= dict(g=small(2 * x), A_log=small(0.3 * normal(N)), dt_bias=small(normal(N, width)))
         else:
             arrays["g"] = small(decay(gates, x, rng))

@@ -80,6 +80,8 @@ class Prepared:
         p = self.p
         if p.gate is None:
             return x
+        if p.gate == "clipped":
+            return np.maximum(x, p.lower_bound)
         self.rate = 1.0 if p.A_log is None else np.exp(_f64(p.A_log))[:, None]
         self.y = x if p.dt_bias is None else x + _f64(p.dt_bias)
         if p.gate == "softplus":
@@ -106,6 +108,8 @@ class Prepared:
         dg = dg if p.g.shape[-1] > 1 else dg.sum(-1, keepdims=True)
         if p.gate is None:
             return {"g": dg}
+        if p.gate == "clipped":
+            return {"g": np.where(_f64(p.g) < p.lower_bound, 0.0, dg)}
         if p.gate == "softplus":
             dx = -self.rate * dg * _sigmoid(self.y)
             to_A_log = dg * self.g

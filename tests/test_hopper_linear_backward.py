@@ -59,6 +59,7 @@ CASES = {
     "gates near 0": (GATED, make(GATED, gates="slow"), {}),
     "forgetting": (GATED, make(GATED, gates="forgetting"), {}),
     "bounded gate, layout vk": (GATED, make(GATED, T=66, **MODEL), dict(state_layout="vk")),
+    "clipped": (GATED, make(GATED, T=66, H=64, D=64, gate="clipped"), {}),
     "softplus, groups, narrow": (GATED, make(GATED, T=70, N=2, H=64, D=64, gate="softplus", scale=0.3), {}),
     "one token, no norm": (GATED, make(GATED, T=1, N=4, K=4, H=64, D=64, qk_l2norm=False), {}),
     "three slabs": (GATED, make(GATED, T=65, H=64, D=192), {}),

@@ -80,6 +80,7 @@ CASES = {
     "keys alike, beta 1.99": (alike(0.5, 1.99), {}),
     "bounded gate, layout vk": (make(T=66, gate="bounded", beta_activation="sigmoid2"), dict(state_layout="vk")),
     "bounded gate at both ends": (saturated(), {}),
+    "clipped": (make(T=66, gate="clipped"), {}),
     "softplus, groups, narrow": (make(T=17, N=2, H=64, gate="softplus", scale=0.3), {}),
     "one token, no state": (make(T=1, state=False, qk_l2norm=False), {}),
     "without the delta rule": (problem(GLA, B=1, T=130, K=1, N=1, H=128, D=64, dtype=BF16), {}),
@@ -165,17 +166,20 @@ COMPILED = {
         dict(B=4, T=100, K=8, layout="vk", gate="softplus", beta_activation="sigmoid2", qk_l2norm=True),
     ),
     "narrow, bounded gate": (KDA, dict(B=1, T=100, K=16, H=64, D=64, gate="bounded")),
+    "clipped, float32 decays": (KDA, dict(B=1, T=200, K=32, gate="clipped", decays="float32", qk_l2norm=True)),
     "without the delta rule": (GLA, dict(B=4, T=64, K=32, scale=jnp.float32(0.3))),
 }
 
 
-def empty_call(op, B, T, K, N=32, H=128, D=128, layout="kv", gate=None, **options):
+def empty_call(op, B, T, K, N=32, H=128, D=128, layout="kv", gate=None, decays="bfloat16", **options):
     zeros = functools.partial(jnp.zeros, dtype="bfloat16")
     if gate is not None:
-        options |= dict(gate=gate, A_log=jnp.zeros(N), dt_bias=jnp.zeros((N, H)))
+        options |= dict(gate=gate)
+    if gate not in (None, "clipped"):
+        options |= dict(A_log=jnp.zeros(N), dt_bias=jnp.zeros((N, H)))
     shape = (H, D) if layout == "kv" else (D, H)
     return describe(
-        RULES[op], zeros((B, T, K, H)), zeros((B, T, K, H)), zeros((B, T, N, D)), zeros((B, T, N, H)),
+        RULES[op], zeros((B, T, K, H)), zeros((B, T, K, H)), zeros((B, T, N, D)), jnp.zeros((B, T, N, H), decays),
         jnp.zeros((B, T, N)) if op == KDA else None, state_layout=layout, initial_state=jnp.zeros((B, N, *shape)),
         **options,
     )  # fmt: skip

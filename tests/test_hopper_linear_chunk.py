@@ -83,6 +83,7 @@ CASES = {
     "gates near 0": (GATED, make(GATED, gates="slow"), {}),
     "forgetting": (GATED, make(GATED, gates="forgetting"), {}),
     "bounded gate, layout vk": (GATED, make(GATED, T=66, **MODEL), dict(state_layout="vk")),
+    "clipped": (GATED, make(GATED, T=66, H=64, D=64, gate="clipped"), {}),
     "softplus, groups": (GATED, make(GATED, T=17, N=2, H=64, D=64, gate="softplus", scale=0.3), {}),
     "one token, no state": (GATED, make(GATED, T=1, state=False, qk_l2norm=False), {}),
     "without decay, beta to 2": (PLAIN, make(PLAIN), {}),

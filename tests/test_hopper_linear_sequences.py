@@ -110,6 +110,7 @@ PACKED = {"by head": (GATED, GATES), "by channel": (KDA, GATES), "without the de
 GPU_PACKED = PACKED | {
     "no decay": (PLAIN, {}),
     "by channel, without the delta rule": (GLA, {}),
+    "by channel, clipped": (KDA, dict(gate="clipped")),
     "by channel, wide, groups": (KDA, dict(H=128, D=256, N=4, K=2)),
     "by head, wide, groups": (GATED, dict(H=128, D=128, N=4, K=2)),
 }
@@ -117,6 +118,7 @@ SEGMENTS = {"by head": (GATED, GATES), "by channel": (KDA, GATES), "no decay": (
 GPU_SEGMENTS = SEGMENTS | {
     "neither": (UNGATED, {}),
     "by head, without the delta rule": (SIMPLE, {}),
+    "by channel, clipped": (KDA, dict(gate="clipped")),
     "by channel, wide": (KDA, dict(H=128, D=128)),
 }
 

@@ -67,6 +67,7 @@ def emulated(call, capfd):
     [
         ("kda", "kv", np.float32, dict(MODEL)),
         ("kda", "vk", BF16, dict(SOFT)),
+        ("kda", "kv", np.float32, dict(gate="clipped", qk_l2norm=True)),
         ("gated_delta_rule", "vk", np.float32, dict(SOFT)),
         ("delta_rule", "kv", np.float16, dict(qk_l2norm=True)),
         ("gla", "vk", np.float32, dict(gates="mixed")),

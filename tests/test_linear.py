@@ -8,8 +8,10 @@ MODEL = dict(qk_l2norm=True, beta_activation="sigmoid2")
 BOTH, CHUNK = ("chunk", "recurrent"), ("chunk",)
 CASES = {
     "kda bounded": ("kda", BOTH, dict(gate="bounded", **MODEL)),
+    "kda clipped": ("kda", BOTH, dict(gate="clipped", **MODEL)),
     "kda any decay": ("kda", CHUNK, dict(gates="mixed", K=4)),
     "gated_delta_rule": ("gated_delta_rule", BOTH, dict(gate="softplus", **MODEL)),
+    "gated_delta_rule clipped": ("gated_delta_rule", BOTH, dict(gate="clipped", lower_bound=-0.5)),
     "delta_rule": ("delta_rule", CHUNK, dict(**MODEL)),
     "gla": ("gla", CHUNK, dict(gates="forgetting")),
     "simple_gla": ("simple_gla", BOTH, dict(gates="mixed")),

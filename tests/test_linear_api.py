@@ -328,9 +328,13 @@ WRONG = {
     "state_dtype": (dict(state_dtype="float16"), TypeError, "states may exceed 65504"),
     "bound": (dict(gate="bounded", lower_bound=-5.1), ValueError, r"lower_bound=-5.1 must be in \[-5, 0\)"),
     "bound 0": (dict(gate="bounded", lower_bound=0), ValueError, r"lower_bound=0 must be in \[-5, 0\)"),
-    "gate": (dict(gate="tanh"), ValueError, "gate='tanh' must be one of"),
+    "gate": (dict(gate="tanh"), ValueError, "gate='tanh' must be one of None, 'softplus', 'bounded', 'clipped'"),
     "A_log": (dict(gate="softplus"), ValueError, "A_log=None: gate='softplus' needs one number a head"),
-    "no gate": (dict(A_log=jnp.ones(4)), ValueError, "A_log belongs to a gate, but gate=None"),
+    "no gate": (dict(A_log=jnp.ones(4)), ValueError, "A_log belongs to another gate: with gate=None g is the log"),
+    "clipped, A_log": (dict(gate="clipped", A_log=jnp.ones(4)), ValueError, "A_log .* with gate='clipped' g is"),
+    "clipped, dt_bias": (dict(gate="clipped", dt_bias=jnp.ones((4, 8))), ValueError, "dt_bias .* with gate='clipped'"),
+    "clipped below": (dict(gate="clipped", lower_bound=-6), ValueError, r"lower_bound=-6 must be in \[-5, 0\)"),
+    "clipped, traced": (dict(gate="clipped", lower_bound=jnp.float32(-4)), TypeError, "lower_bound=.* a Python number"),
     "dt_bias": (dict(gate="bounded", dt_bias=jnp.ones(4)), ValueError, r"dt_bias has shape \(4,\); expected \(4, 8\)"),
     "mode": (dict(mode="auto"), ValueError, "mode='auto' must be one of 'chunk', 'recurrent'"),
     "residuals": (dict(residuals=None), ValueError, "residuals=None must be one of"),
@@ -362,6 +366,10 @@ def test_refused_elsewhere():
     with pytest.raises(NotImplementedError, match="gradients of linear.delta_rule in float16 are not implemented"):
         jax.grad(lambda v: jnp.sum(linear.delta_rule(half, half, v, beta)).astype(jnp.float32))(half)
     pool = jnp.ones((3, 4, 8, 6))
+    with pytest.raises(ValueError, match="A_log belongs to another gate: with gate='clipped'"):
+        linear.kda_step(X, X, V, G, BETA, pool, state_indices=[0, 1], gate="clipped", A_log=jnp.ones(4))
+    with pytest.raises(ValueError, match="gate='clipped' must be one of 'softplus', 'bounded'"):
+        linear.kda_gate(G, None, gate="clipped")
     with pytest.raises(ValueError, match="state has P=3 places for B=2 sequences"):
         linear.kda_step(X, X, V, G, BETA, pool)
     with pytest.raises(ValueError, match="query length T=33 must be from 1 to 32"):

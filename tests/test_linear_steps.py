@@ -37,7 +37,7 @@ def step(op, p, state, **options):
     if op in DELTA:
         options |= dict(qk_l2norm=p.qk_l2norm, beta_activation=p.beta_activation)
     if op in ("kda", "gated_delta_rule"):
-        options |= dict(gate=p.gate)
+        options |= dict(gate=p.gate, lower_bound=p.lower_bound)
     return STEPS[op](**x, state=state, **options)
 
 
@@ -45,9 +45,12 @@ def bits(a, b):
     np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
 
-@pytest.mark.parametrize("op", STEPS)
-def test_steps_are_the_recurrent_op_bit_for_bit(op):
-    options = dict(MODEL) if op in ("kda", "gated_delta_rule") else {}
+CLIPPED = MODEL | dict(gate="clipped", lower_bound=-2.5)
+OPTIONS = {"kda": (MODEL, CLIPPED), "gated_delta_rule": (MODEL, CLIPPED)}
+
+
+@pytest.mark.parametrize("op, options", [(op, options) for op in STEPS for options in OPTIONS.get(op, ({},))])
+def test_steps_are_the_recurrent_op_bit_for_bit(op, options):
     p = problem(op, B=3, T=13, **options)
     want, final = call(op, p, mode="recurrent", return_final_state=True)
     state, found = p.initial_state, []
@@ -214,6 +217,19 @@ def test_the_gate_apart_is_the_gate_within(gate):
         got = getattr(linear, op)(**x | dict(g=g, beta=2 * jax.nn.sigmoid(x["beta"])), mode="recurrent")
         want = call(op, p, mode="recurrent")
         assert np.abs(got - want).max() <= 1e-6 * np.abs(want).max()
+
+
+def test_a_clipped_gate_is_the_maximum():
+    """Bit for bit. Decays at the bound or weaker keep their gradient, and those that are stronger have none."""
+    for op in ("kda", "gated_delta_rule"):
+        p = problem(op, B=1, T=20)
+        p = dataclasses.replace(p, g=np.where(np.random.default_rng(2).random(p.g.shape) < 0.3, np.float32(-2.5), p.g))
+        clipped = dataclasses.replace(p, gate="clipped", lower_bound=-2.5)
+        got, pull = jax.vjp(lambda g: call(op, clipped, p.arrays() | dict(g=g)), p.g)  # noqa: B023
+        want, pull_unclipped = jax.vjp(lambda g: call(op, p, p.arrays() | dict(g=g)), np.maximum(p.g, -2.5))  # noqa: B023
+        bits(got, want)
+        assert np.any(p.g == -2.5) and np.any(p.g < -2.5)
+        bits(pull(got)[0], np.where(p.g < -2.5, 0, pull_unclipped(got)[0]))
 
 
 def test_gates_at_their_ends():

@@ -173,6 +173,16 @@ def test_a_suite_with_rows_gets_its_section(results, report):
     assert tables.report(page)[0] == page
 
 
+def test_goals_of_linear_attention_are_those_of_clipped_decays_too():
+    shapes = [str(shape) for shape in linear.GPU]
+    clipped = [shape for shape in shapes if shape.endswith(" clipped")]
+    assert len(set(shapes)) == len(shapes) and {*tables.LINEAR_GOALS} <= {*shapes} and len(clipped) == 3
+    for shape in clipped:
+        row = {"shape": shape, "pass": "fwd", "implementation": "jattn", "times_jla": "0.57"}
+        assert tables._of_goals(row)["verdict"] == "not met"
+        assert tables._of_goals(row | {"pass": "fwd+bwd", "times_jla": "0.5"})["verdict"] == "met"
+
+
 def suite_rows(suite, monkeypatch):
     """What `./run bench` would record of the targets, as text: of jattn each with its own time, beside cuDNN's."""
     monkeypatch.setattr(decode.jax, "devices", lambda: [types.SimpleNamespace(device_kind="NVIDIA H200")])

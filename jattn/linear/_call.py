@@ -13,7 +13,8 @@ from jattn._problem import accumulator
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _STATE_DTYPES = ("float32", "bfloat16", "float64")
-GATES = (None, "softplus", "bounded")
+RAW_GATES = ("softplus", "bounded")  # those that make decays of something else
+GATES = (None, *RAW_GATES, "clipped")
 BETA_ACTIVATIONS = (None, "sigmoid", "sigmoid2")
 
 
@@ -169,10 +170,10 @@ def _gates(x, name, tokens, H):
 
 def gate_parameters(gate, A_log, dt_bias, N, H):
     """A_log `[N]` and dt_bias `[N, H]` (H None: `[N]`) of a gate, or None."""
-    if gate is None:
+    if gate not in RAW_GATES:
         for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
             if x is not None:
-                raise ValueError(f"{name} belongs to a gate, but gate=None: g is the log of the decay itself")
+                raise ValueError(f"{name} belongs to another gate: with gate={gate!r} g is the log of the decay itself")
         return None, None
     if A_log is None and gate == "softplus":
         raise ValueError("A_log=None: gate='softplus' needs one number a head")

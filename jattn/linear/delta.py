@@ -50,8 +50,8 @@ def kda(
     Args:
         query, key: `[*B, T, K, H]`, any number of batch axes, none included; H at most 256.
         value: `[*B, T, N, D]` with N a multiple of K, in the same dtype.
-        g: `[*B, T, N, H]`, any floating dtype: the natural log of the decay, finite and at most 0. With `gate` what the
-            gate makes it of.
+        g: `[*B, T, N, H]`, any floating dtype: the natural log of the decay, finite and at most 0. With "softplus" and
+            "bounded" what the gate makes it of.
         beta: `[*B, T, N]`, any floating dtype. With `beta_activation` what it is made of.
         scale: number or scalar array (differentiable), of the query; None is 1 / sqrt(H).
         initial_state: `[*B, N, H, D]`, float32, bfloat16 or float64; None is zeros.
@@ -64,11 +64,12 @@ def kda(
             sequence, multiples of 64. Given in a device array they cannot be checked: a state that does not exist is
             NaN.
         qk_l2norm: divide each query and key by sqrt(Σ x² + 1e-6), in float32.
-        gate: None, "softplus": −exp(A_log) · softplus(g + dt_bias), or "bounded":
-            lower_bound · sigmoid(exp(A_log) · (g + dt_bias)).
+        gate: None, "softplus": −exp(A_log) · softplus(g + dt_bias), "bounded":
+            lower_bound · sigmoid(exp(A_log) · (g + dt_bias)), or "clipped": max(g, lower_bound), with no gradient of a
+            g that is less. With a bound, kernels need one anchor for the scores of 16 tokens, without one four.
         A_log: `[N]`; needed for "softplus", None is 0 for "bounded".
         dt_bias: `[N, H]` or `[N · H]`; None is 0.
-        lower_bound: of the bounded gate, in [-5, 0).
+        lower_bound: of "bounded" and "clipped", in [-5, 0).
         beta_activation: None, "sigmoid", or "sigmoid2", which is 2 · sigmoid.
         state_layout: "kv" or "vk": states are `[.., H, D]` or `[.., D, H]`, as given and as returned.
         state_dtype: of returned states: float32 (default; float64 for float64 inputs) or bfloat16, rounded once.

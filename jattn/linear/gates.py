@@ -94,9 +94,7 @@ def l2_norm(x):
 
 
 def _gated(x, A_log, dt_bias, gate, lower_bound, N, H):
-    if gate is None:
-        raise ValueError("gate=None must be 'softplus' or 'bounded'")
-    A_log, dt_bias = _call.gate_parameters(_call.choice(gate, "gate", _call.GATES), A_log, dt_bias, N, H)
+    A_log, dt_bias = _call.gate_parameters(_call.choice(gate, "gate", _call.RAW_GATES), A_log, dt_bias, N, H)
     dtype = accumulator(x.dtype)
     A_log, dt_bias = (None if a is None else a.astype(dtype) for a in (A_log, dt_bias))
     if A_log is not None and H is not None:

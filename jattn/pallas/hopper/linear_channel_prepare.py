@@ -183,7 +183,7 @@ def sum_log_decays(x, first=0):
             g = jnp.float32(options.lower_bound) * tiles.logistic((raw if bias is None else raw + bias) * rate)
         else:
             g = jnp.maximum(gates.log_decay(options, raw, A_log, bias), gates.LEAST)
-        tiles.st_sums(x.sums, i, g, None if options.gate is None else x.rows)
+        tiles.st_sums(x.sums, i, g, None if options.gate in (None, "clipped") else x.rows)
     plgpu.commit_smem()
 
 

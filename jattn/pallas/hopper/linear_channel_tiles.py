@@ -33,10 +33,10 @@ _PADDING = 8
 
 
 def shift(options) -> int | None:
-    """With gates bounded to a few nats a token, products within a block of 16 take one anchor, in its middle: 2 to the
+    """With decays bounded to a few nats a token, products within a block of 16 take one anchor, in its middle: 2 to the
     power of this times what decayed since the block began, with vectors no longer than 1 neither overflows nor
     underflows. None if not all of it is known."""
-    bounded = options.gate == "bounded" and options.qk_l2norm and options.scale is not None
+    bounded = options.gate in ("bounded", "clipped") and options.qk_l2norm and options.scale is not None
     if not bounded or abs(options.scale) > 2.0**32:
         return None
     return round(-options.lower_bound * LOG2_E * BLOCK / 2)

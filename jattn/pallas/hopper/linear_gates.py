@@ -17,6 +17,8 @@ def log_decay(options, x, A_log, dt_bias):
     """The log of the decay, `<= 0`, from g or a raw gate; A_log and dt_bias (or None) are like x or scalars."""
     if options.gate is None:
         return x
+    if options.gate == "clipped":
+        return jnp.maximum(x, jnp.float32(options.lower_bound))
     x = x if dt_bias is None else x + dt_bias
     rate = None if A_log is None else jnp.exp(A_log)
     if options.gate == "softplus":
