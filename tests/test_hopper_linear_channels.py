@@ -118,6 +118,26 @@ def test_two_warpgroups_a_block_are_bit_equal_to_one(capfd):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
+@pytest.mark.parametrize("options", [{}, dict(H=64, gate="bounded")], ids=["given, wide", "bounded, narrow"])
+def test_chunks_in_turn_are_bit_equal_to_one_a_warpgroup(options, capfd):
+    """Eight chunks for three warpgroups."""
+    p = make(T=460, **options)
+    one, three = (emulated(described(p), capfd, multiprocessors=n) for n in (132, 1))
+    for x, y in zip(one, three, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    hold(p, *three)
+
+
+def test_vectors_whose_norm_overflows_are_zero(capfd):
+    p = make(T=20)
+    p.query[:, 3] = p.key[:, 3] = 1e20
+    out, state = emulated(described(p), capfd)
+    p.query[:, 3] = p.key[:, 3] = 0
+    want, last = emulated(described(p), capfd)
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(want))
+    np.testing.assert_array_equal(np.asarray(state), np.asarray(last))
+
+
 def test_what_is_forgotten_has_no_weight(capfd):
     """A token whose channels decay by exp(-1000) leaves nothing of those before it, bit for bit."""
     p = make(T=64)
@@ -171,6 +191,16 @@ COMPILED = {
 }
 
 
+MORE = {  # shapes that have spilled registers
+    "narrow": (KDA, dict(B=1, T=8192, K=32, H=64, D=64, decays="float32", qk_l2norm=True)),
+    "as measured": (KDA, dict(B=4, T=4096, K=32, decays="float32", qk_l2norm=True)),
+    "groups, bounded gate": (KDA, dict(B=1, T=2000, K=8, gate="bounded")),
+    "bounded gate, traced scale": (
+        KDA, dict(B=3, T=777, K=8, N=40, gate="bounded", scale=jnp.float32(0.3), qk_l2norm=True)
+    ),
+}
+
+
 def empty_call(op, B, T, K, N=32, H=128, D=128, layout="kv", gate=None, decays="bfloat16", **options):
     zeros = functools.partial(jnp.zeros, dtype="bfloat16")
     if gate is not None:
@@ -187,9 +217,9 @@ def empty_call(op, B, T, K, N=32, H=128, D=128, layout="kv", gate=None, decays="
 
 @pytest.mark.aot
 @pytest.mark.parametrize("rest", [False, True])
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", [*COMPILED, *MORE])
 def test_compiles_for_an_h200(name, rest):
-    op, options = COMPILED[name]
+    op, options = (COMPILED | MORE)[name]
     call = empty_call(op, **options)
     assert mosaic.why_not(call.problem) is None
     leaves, structure = jax.tree.flatten(call.arrays)
@@ -224,8 +254,7 @@ def test_every_case_on_a_gpu(name):
 
 @pytest.mark.gpu
 def test_repeats_are_bit_equal():
-    p = make(B=2, T=300, K=4, N=8, D=128)
-    on_gpu(p, repeats=51)
+    on_gpu(make(B=2, T=1500, K=4, N=16, D=128), repeats=51)
 
 
 @pytest.mark.gpu

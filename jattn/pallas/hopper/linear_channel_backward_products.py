@@ -211,19 +211,6 @@ def add_blocks(state, q, k, sums, dA, dL) -> tuple:
     return add(*state, q, k, sums, *squares)
 
 
-def once() -> jax.Array:
-    """1, which the compiler does not know: what a loop takes so often is not mixed with what is around it, for which
-    there would be no registers."""
-    if interpreting():
-        return jnp.int32(1)
-
-    @plgpu.inline_mgpu(return_type=ptx.scalar_type())
-    def one(_):
-        return ptx.scalar_array(arith.addi(arith.shrui(ptx.thread_index(), integer(16)), integer(1)))
-
-    return one()
-
-
 def _add_blocks(state, q, k, sums, squares):
     """`add_blocks` in interpret mode."""
     dq, dk, w, *own = state

@@ -176,10 +176,10 @@ def _one_piece(x, piece, place, carry):
 
     if (shift := tiles.shift(x.plan.options)) is None:
         known = squares()
-        state = lax.fori_loop(i32(0), products.once() * len(tiles.LEVELS), one_level, state)
+        state = lax.fori_loop(i32(0), ptx.once() * len(tiles.LEVELS), one_level, state)
     else:
         block = lambda _, state: products.add_blocks(state, q, k, sums + jnp.float32(shift), *squares())  # noqa: E731
-        state = lax.fori_loop(i32(0), products.once(), block, state)
+        state = lax.fori_loop(i32(0), ptx.once(), block, state)
     dq, dk, w, *rest = state
     dq, dk = dq + x.diagonal * k, dk + x.diagonal * q
     dq, dk, w, to_end = _with_states(x, piece, across, q, k, sums, dq, dk, w)

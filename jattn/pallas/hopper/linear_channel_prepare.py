@@ -74,31 +74,35 @@ def _kernel(
     together, count = blocks * _WARPGROUPS, items(plan)
 
     def one_chunk(item):
-        _one_chunk(x, item)
+        _one_chunk(SimpleNamespace(**vars(x), item=item))
         return item + together
 
     lax.while_loop(lambda item: item < count, one_chunk, warpgroup * blocks + block)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _one_chunk(x, item):
-    plan = x.plan
-    x.batch, x.chunk, x.head = x.place = place_of(plan, item)
-    x.rows = plan.T - x.chunk * CHUNK
+def _one_chunk(x):
+    plan, at = x.plan, _placed(x)
     delta, slabs = plan.options.rule.delta, ptx.slabs(plan.H)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the chunk before
     for array, smem in ((x.query, x.q_smem), (x.key, x.k_smem)):
-        copy_rows(plan, array, x.batch, x.chunk, key_head(plan, x.head), smem, x.ready)
+        copy_rows(plan, array, at.batch, at.chunk, key_head(plan, at.head), smem, x.ready)
     if delta:
-        x.vector[pl.ds(plan.H, CHUNK)] = activated_beta(x)
+        x.vector[pl.ds(plan.H, CHUNK)] = activated_beta(at)
     plgpu.barrier_wait(x.ready)
     _write_rows(x)
-    plgpu.commit_smem()
     if x.scores:
         _write_scores(x)
     else:
         lax.fori_loop(0, slabs, lambda s, _: _one_slab(x, s, None), None)
-    plgpu.copy_smem_to_gmem(x.vector, x.out.vector.at[x.place])
+    plgpu.copy_smem_to_gmem(x.vector, x.out.vector.at[_placed(x).place])
+
+
+def _placed(x):
+    """x with where its chunk is. It is found wherever that is asked: kept, it would take four registers in between."""
+    batch, chunk, head = place_of(x.plan, ptx.again(x.item))
+    found = dict(batch=batch, chunk=chunk, head=head, place=(batch, chunk, head), rows=x.plan.T - chunk * CHUNK)
+    return SimpleNamespace(**vars(x), **found)
 
 
 def _write_rows(x):
@@ -109,8 +113,9 @@ def _write_rows(x):
     scale = x.scale[0] if options.scale is None else jnp.float32(options.scale)
     q_norm, k_norm = map(gates.inverse_norm, found[:2]) if options.qk_l2norm else (_same(jnp.float32(1)),) * 2
     x.rows_smem[_Q], x.rows_smem[_K] = q_norm * scale, k_norm
-    if levels:
-        x.rows_smem[_DIAGONAL] = found[-1] * (q_norm * scale) * k_norm
+    if levels:  # vectors so long that the norm overflows are 0, and so do their products
+        products = jnp.where((q_norm == 0) | (k_norm == 0), 0.0, found[-1])
+        x.rows_smem[_DIAGONAL] = products * (q_norm * scale) * k_norm
 
 
 def _row(x, i):
@@ -120,20 +125,19 @@ def _row(x, i):
 def _write_scores(x):
     """And T, and all that is made of slabs."""
     delta, slabs = x.plan.options.rule.delta, ptx.slabs(x.plan.H)
-    # Unrolled, one slab has no room in the registers.
-    count = slabs if slabs > 1 else jnp.minimum(x.chunk, 0) + 1
-    found = lax.fori_loop(0, count, lambda s, found: _one_slab(x, s, found), _no_scores(x))
+    found = lax.fori_loop(0, slabs * ptx.once(), lambda s, found: _one_slab(x, s, found), _no_scores(x))
     A, lower = _triangles(x, *found)
-    # Of two slabs the first has left before the copies of the second were asked for.
+    place = _placed(x).place
+    # Of two slabs those copies are done that were asked for first: the rooms of the first one are free.
     plgpu.wait_smem_to_gmem((2 + delta) * (slabs - 1), wait_read_only=True)
     memory.stmatrix(A.astype(x.plan.dtype), x.q_smem.at[0:1])
     if delta:
         beta = linear_tiles.ld_shared_rows(x.vector.at[pl.ds(x.plan.H, CHUNK)])
         _write_inverse(lower * along_columns(beta, CHUNK), x.k_smem.at[0:1])
-        plgpu.copy_smem_to_gmem(x.k_smem.at[0], x.out.inverse.at[x.place])
+        plgpu.copy_smem_to_gmem(x.k_smem.at[0], x.out.inverse.at[place])
     else:
         plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(x.q_smem.at[0], x.out.scores.at[x.place])
+    plgpu.copy_smem_to_gmem(x.q_smem.at[0], x.out.scores.at[place])
 
 
 def _write_inverse(lower, smem):
@@ -190,7 +194,7 @@ def sum_log_decays(x, first=0):
 def _one_slab(x, slab, scores):
     """Adds a slab to the scores, if there are any, and writes what the scan multiplies with states."""
     slab = jnp.asarray(slab, jnp.int32)  # a loop's index is int64 in 64-bit mode
-    sum_log_decays(x, slab * ptx.SLAB)
+    sum_log_decays(_placed(x), slab * ptx.SLAB)
     tiles.st_decay(x.sums, x.vector.at[pl.ds(slab * ptx.SLAB, ptx.SLAB)])
     tiles.st_other_sums(x.sums, x.others)
     if scores is not None:
@@ -200,9 +204,10 @@ def _one_slab(x, slab, scores):
     plgpu.commit_smem()
     lax.fori_loop(0, _PIECES, lambda i, _: _decay_from_ends(x, slab, jnp.asarray(i, jnp.int32)), None)
     plgpu.commit_smem()
+    place = _placed(x).place
     for smem, array in ((x.q_smem, x.out.query), (x.right, x.out.update), (x.k_smem, x.out.erase)):
         if array is not None:
-            plgpu.copy_smem_to_gmem(smem.at[slab], array.at[(*x.place, slab)])
+            plgpu.copy_smem_to_gmem(smem.at[slab], array.at[(*place, slab)])
     return scores
 
 
@@ -285,9 +290,10 @@ def _decay_from_ends(x, slab, i):
 
 
 def launch(plan: Plan, inputs, *, multiprocessors: int, interpret=False, scores=None, inverse=None) -> Prepared:
-    """Runs the kernel on `Inputs`, a thread block a chunk and head, however many multiprocessors there are.
+    """Runs the kernel on `Inputs`.
 
     Args:
+        multiprocessors: of the device; each gets a thread block, whose warpgroups have chunks in turn.
         scores, inverse: A and T, if they are known, as a backward does: they are not computed then.
     """
     given = {name: x for name in _INPUTS if (x := getattr(inputs, name)) is not None}

@@ -47,7 +47,7 @@ def pitch(channels: int) -> int:
     return channels + _PADDING
 
 
-# --- log decays, a channel a thread -----------------------------------------------------------------------------------
+# --- log decays, a channel a thread, or two threads of 64 -------------------------------------------------------------
 
 
 def ld_global_channels(ref, batch, token, head, first, rows, channels: int) -> tuple:
@@ -365,9 +365,9 @@ def mma_with_block(sums, left, ref, piece, block: int) -> tuple:
 
 
 def mma_own(sums, queries, keys, right, halves) -> jax.Array:
-    """Adds products within blocks of 16 to `sums [64, 8 · halves]`, 8 columns for each `(row half, column half)`: those
-    of that half of the 16 rows of `right [64, 32]` with that half of `keys`, in rows 0 to 7 of the block, and with that
-    half of `queries`, in rows 8 to 15 (`mma.sync`). So no product is of a quarter above the diagonal."""
+    """Adds products within blocks of 16 to `sums [64, 8 · halves]`, 8 columns for each `(i, j)` of `halves`: of half i
+    of a block's rows of `keys [64, 32]`, in rows 0 to 7, and of `queries`, in rows 8 to 15, with half j of its rows of
+    `right`, in columns (`mma.sync`). So no product is of the quarter above the diagonal."""
     if interpreting():
         half = lambda x, i: x.reshape(-1, 2, BLOCK // 2, PIECE)[:, i]  # noqa: E731
         products = [
@@ -398,8 +398,8 @@ CORNER, INNER = ((1, 0),), ((0, 0), (1, 1))  # halves of 16 rows and columns
 
 def within_blocks(corner, inner, diagonal=None) -> tuple:
     """The lower triangles of blocks of 16, `[64, 16]`, of queries and of keys, from products by `mma_own`: of `CORNER`,
-    and of `INNER` for each level from 4 on (see `LEVELS`), which has multiplied others too that are left out here, or
-    for all of them.
+    and of `INNER` for each of the levels 4, 2 and 1 (see `LEVELS`), which have multiplied others too that are left out
+    here, or for all three at once.
 
     Args:
         diagonal: that of the queries' triangle, `[64]` in the ROW layout, that of the keys' is 0; or None where the

@@ -606,5 +606,32 @@ def scalar_type():
     return plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
 
+def once() -> jax.Array:
+    """1, which the compiler does not know: what a loop takes so often is not mixed with what is around it, for which
+    there would be no registers."""
+    if interpreting():
+        return jnp.int32(1)
+
+    @plgpu.inline_mgpu(return_type=scalar_type())
+    def one(_):
+        return scalar_array(arith.addi(arith.shrui(thread_index(), integer(16)), integer(1)))
+
+    return one()
+
+
+def again(x) -> jax.Array:
+    """The int32 scalar, of which the compiler does not know that it has seen it: what is made of it is made here, not
+    kept in registers from before."""
+    if interpreting():
+        return x
+
+    @plgpu.inline_mgpu(arg_types=(SCALAR,), return_type=scalar_type())
+    def move(_, x):
+        word = llvm.inline_asm(i32(), [x.registers[()]], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+        return scalar_array(word)
+
+    return move(jnp.asarray(x, jnp.int32))
+
+
 def scalar_array(word):
     return fragmented_array.FragmentedArray.splat(word, (), is_signed=True)
