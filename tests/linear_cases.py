@@ -26,6 +26,15 @@ DELTA = ("kda", "gated_delta_rule", "delta_rule")
 quickly = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
+def repeated(run, *inputs, repeats=1):
+    """What `run` returns; all repeats are the same, bit for bit."""
+    found = run(*inputs)
+    for _ in range(repeats - 1):
+        again = run(*inputs)
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), again, found))
+    return found
+
+
 @pytest.fixture(autouse=True, scope="module")
 def quick_compiles():
     """For calls outside `quickly`."""

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import oracle_linear
 import pytest
-from linear_cases import call, check, cotangents, problem, quickly
+from linear_cases import call, check, cotangents, problem, quickly, repeated
 from linear_cases import hold as hold_all
 
 import jattn
@@ -244,12 +244,7 @@ def test_compiles_for_an_h200(name, rest):
 def on_gpu(op, p, repeats=1, **options):
     """`(out, state)`; all repeats are the same, bit for bit."""
     run = jax.jit(lambda x: call(op, p, x, return_final_state=True, implementation="mosaic", **options))
-    x, found = p.arrays(), None
-    for _ in range(repeats):
-        again = run(x)
-        assert found is None or all(bool(jnp.array_equal(a, b)) for a, b in zip(again, found, strict=True))
-        found = again
-    return found
+    return repeated(run, p.arrays(), repeats=repeats)
 
 
 @pytest.mark.gpu

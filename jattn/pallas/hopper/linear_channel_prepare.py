@@ -61,7 +61,8 @@ def _kernel(
     vector,  # float32 [warpgroups, H + 64]: decay, β; without the delta rule [warpgroups, H]
     # barriers
     ready,  # [warpgroups] TMA
-    blocks: int,
+    # compiled in
+    blocks: int,  # thread blocks
     scores: bool,  # A and T are wanted
 ):
     warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
