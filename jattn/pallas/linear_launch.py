@@ -38,9 +38,7 @@ def forward(arrays, context, *, options, save, multiprocessors, interpret=False)
         interpret: emulate the kernels on the CPU, with race detection.
     """
     by_channel, (H, D) = options.rule.decay == "channel", (arrays.query.shape[3], arrays.value.shape[3])
-    inputs, plan, places = _laid_out(
-        arrays, context, options, multiprocessors, stages=2 if save or by_channel else 3, save=save
-    )
+    inputs, plan, places = _laid_out(arrays, context, options, multiprocessors, save=save)
     wanted = None
     if context.checkpoints is not None:
         wanted = checkpoints_of(context.checkpoints, arrays.query.shape[1], plan.chunks, places)

@@ -34,20 +34,22 @@ from jattn.pallas.hopper import linear_pieces, linear_tiles, ptx
 from jattn.pallas.hopper.linear_plan import COLUMNS, Plan, copy_rows, key_head
 from jattn.pallas.hopper.linear_prepare import BACKWARD_VECTORS as VECTORS
 from jattn.pallas.hopper.linear_walk import (
-    chunk_of,
     columns,
     copy_columns,
+    hand_over,
     initial_state,
+    leaving_barriers,
     place,
     result_shapes,
     results_of,
+    send_states,
+    states_smem,
+    store_slabs,
     walk,
+    with_stages,
     write_state,
 )
 from jattn.pallas.hopper.lists import i32
-
-_REGISTERS = 240, 24  # of a computing warpgroup's threads, of the producer's
-_SHARED_MEMORY = 226 * 1024
 
 
 def _kernel(
@@ -73,19 +75,23 @@ def _kernel(
     do_smem,  # [stages, warpgroups, 64, 64]
     scores_smem,  # [stages, 1, 64, 64]
     vectors_smem,  # float32 [stages, 8, 64]
-    out_smem=None,  # [warpgroups, slabs of H + 1 or 2, 64, 64]: D, dv and dz on their way out
+    states_smem=None,  # [warpgroups, slabs of H, 64, 64]
+    out_smem=None,  # [warpgroups, 1 or 2, 64, 64]: dv and dz
     inverse_smem=None,  # [stages, 1, 64, 64]
     # barriers
     ready,  # [stages] TMA
     free,  # [stages] every warpgroup is done with the chunk
+    written=None,  # see `linear_walk.leaving_barriers`
+    left=None,
 ):
     x = SimpleNamespace(
         plan=plan, query=query, key=key, dout=dout, inverse=inverse, scores=scores, vectors=vectors,
         initial_state=initial_state, dstates=dstates, dz=dz, dvalue=dvalue, state=state, q_smem=q_smem, k_smem=k_smem,
         do_smem=do_smem, inverse_smem=inverse_smem, scores_smem=scores_smem, vectors_smem=vectors_smem,
-        out_smem=out_smem, ready=ready, free=free, **place(plan, walks, reverse=True),
+        states_smem=states_smem, out_smem=out_smem, ready=ready, free=free, written=written, left=left,
+        **place(plan, walks, reverse=True),
     )  # fmt: skip
-    walk(x, _copy_chunk, _consume, _REGISTERS)
+    walk(x, _copy_chunk, _consume, _leaving(plan))
 
 
 # --- producer ---------------------------------------------------------------------------------------------------------
@@ -113,60 +119,64 @@ def _consume(x):
     x.M = None if x.inverse is None else matrix(x.inverse_smem, CHUNK, along_rows=True)
     D = lax.fori_loop(0, x.chunks, lambda i, D: _one_chunk(x, i, D), initial_state(x))
     write_state(x, D)
-    plgpu.wait_smem_to_gmem(0)
 
 
 def _one_chunk(x, i, D):
     """The gradient of the state that enters the i-th chunk from the end; but for maps, D and dz of it are written."""
-    slot, chunk, dtype, outputs = lax.rem(i, i32(x.plan.stages)), chunk_of(x, i), x.plan.dtype, not x.plan.maps
+    slot, dtype, outputs = lax.rem(i, i32(x.plan.stages)), x.plan.dtype, not x.plan.maps
     vector = lambda name: linear_tiles.ld_shared_along_rows(x.vectors_smem.at[slot, VECTORS.index(name)])  # noqa: E731
     plgpu.barrier_wait(x.ready.at[slot])
-    narrow = D.astype(dtype)
+    narrow, do = D.astype(dtype), columns(x, x.do_smem.at[slot])
+    # Products and loads leave a warp in their order: what is loaded after a product waits until that has begun.
+    last, update = x.vectors_smem[slot, VECTORS.index("last"), 0], vector("update")
+    weighted = (do.astype(jnp.float32) * vector("query")).astype(dtype)
     r = ptx.wgmma_rs_nt(narrow, x.k.at(slot))
-    do = columns(x, x.do_smem.at[slot])
     du = linear_tiles.wgmma_rs_nn(do, x.A.at(slot))
     if outputs:
-        _write_leaving(x, chunk, narrow)
+        hand_over(x, _LEAVING, lambda: store_slabs(narrow, x.states_smem.at[x.warpgroup]))
     r, du = ptx.wgmma_wait_group(0, r, du)
-    du = du + vector("update") * r
-    D = D * x.vectors_smem[slot, VECTORS.index("last"), 0]  # with a product in flight ptxas would wait for it first
+    du = du + update * r
+    D = D * last
     if x.inverse is not None:
         dz = linear_tiles.wgmma_rs_nn(du.astype(dtype), x.M.at(slot))
-    D = ptx.wgmma_rs(D, (do.astype(jnp.float32) * vector("query")).astype(dtype), x.q_rows.at(slot))
+    D = ptx.wgmma_rs(D, weighted, x.q_rows.at(slot))
     written = (du,)
     if x.inverse is not None:
         (dz,) = ptx.wgmma_wait_group(1, dz)
         D = ptx.wgmma_rs(D, (-dz * vector("key")).astype(dtype), x.k_rows.at(slot))
         written = dz * vector("beta"), dz
     if outputs:
-        _write_columns(x, chunk, *(part.astype(dtype) for part in written))
+        written = [part.astype(dtype) for part in written]
+        hand_over(x, _COLUMNS, lambda: [_store(x, *part) for part in enumerate(written)])
     (D,) = ptx.wgmma_wait_group(0, D)
     plgpu.barrier_arrive(x.free.at[slot])
     return D
 
 
-def _write_leaving(x, chunk, narrow):
-    """D, from its transpose `[64, H]`, while the tensor core is busy."""
-    smem, slabs = x.out_smem.at[x.warpgroup], ptx.slabs(x.plan.H)
-    plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # D of the chunk before has left the staging memory
-    for slab in range(slabs):
-        linear_tiles.stmatrix_trans(narrow[:, slab * ptx.SLAB : (slab + 1) * ptx.SLAB], smem.at[pl.ds(slab, 1)])
-    plgpu.commit_smem()
-    for slab in range(slabs):
-        rows = x.dstates.at[x.batch, chunk, x.head, pl.ds(slab * ptx.SLAB, ptx.SLAB), pl.ds(x.column, COLUMNS)]
-        plgpu.copy_smem_to_gmem(smem.at[slab], rows, commit_group=slab == slabs - 1)
+def _store(x, i, part):
+    linear_tiles.stmatrix_trans(part, x.out_smem.at[x.warpgroup, pl.ds(i, 1)])
 
 
-def _write_columns(x, chunk, *columns):
-    """dv and dz, from their transposes; nothing past the last token."""
-    smem, slabs = x.out_smem.at[x.warpgroup], ptx.slabs(x.plan.H)
-    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-    for i, part in enumerate(columns):
-        linear_tiles.stmatrix_trans(part, smem.at[pl.ds(slabs + i, 1)])
-    plgpu.commit_smem()
-    for i, array in enumerate((x.dvalue, x.dz)[: len(columns)]):
-        rows = array.at[x.batch, pl.ds(chunk * CHUNK, CHUNK), x.head, pl.ds(x.column, COLUMNS)]
-        plgpu.copy_smem_to_gmem(smem.at[slabs + i], rows, commit_group=i == len(columns) - 1)
+# --- what leaves: D, and then dv and dz -------------------------------------------------------------------------------
+
+
+_LEAVING, _COLUMNS = range(2)
+
+
+def _leaving(plan) -> tuple:
+    return () if plan.maps else (_send_leaving, _send_columns)
+
+
+def _send_leaving(x, chunk):
+    send_states(x, x.dstates, x.states_smem, chunk)
+
+
+def _send_columns(x, chunk):
+    """Nothing past the last token."""
+    for i, array in enumerate((x.dvalue, x.dz)[: x.out_smem.shape[1]]):
+        rows = array.at[x.batch, pl.ds(chunk * CHUNK, CHUNK), x.head]
+        for w in range(x.plan.warpgroups):
+            plgpu.copy_smem_to_gmem(x.out_smem.at[w, i], rows.at[:, pl.ds(x.first + w * COLUMNS, COLUMNS)])
 
 
 # --- host -------------------------------------------------------------------------------------------------------------
@@ -185,7 +195,7 @@ def launch(plan: Plan, inputs, prepared, dout, dfinal, *, multiprocessors: int, 
 
 
 def _walk(plan, given, interpret):
-    plan = dataclasses.replace(plan, save=False, stages=_stages(plan))
+    plan = with_stages(dataclasses.replace(plan, save=not plan.maps), _scratch)
     results = dict(state=result_shapes(plan)["state"])
     if not plan.maps:
         states = jax.ShapeDtypeStruct((plan.B, plan.chunks, plan.N, plan.H, plan.D), plan.dtype)
@@ -211,13 +221,6 @@ def _walk(plan, given, interpret):
     return found | dict(dinitial=results_of(plan, dict(state=found.pop("state")))[1])
 
 
-def _stages(plan) -> int:
-    """Up to three chunks that find room."""
-    tile, slabs = 2 * CHUNK * ptx.SLAB, ptx.slabs(plan.H)
-    room = _SHARED_MEMORY - plan.warpgroups * (slabs + 2) * tile
-    return min(3, room // ((2 * slabs + plan.warpgroups + 2) * tile + 4 * len(VECTORS) * CHUNK))
-
-
 def _scratch(plan) -> dict:
     stages, slabs, delta = plan.stages, ptx.slabs(plan.H), plan.options.rule.delta
 
@@ -228,7 +231,8 @@ def _scratch(plan) -> dict:
         q_smem=smem(stages, slabs), k_smem=smem(stages, slabs), do_smem=smem(stages, plan.warpgroups),
         scores_smem=smem(stages, 1), vectors_smem=plgpu.SMEM((stages, len(VECTORS), CHUNK), jnp.float32),
         **(dict(inverse_smem=smem(stages, 1)) if delta else {}),
-        **({} if plan.maps else dict(out_smem=smem(plan.warpgroups, slabs + 1 + delta))),
+        **states_smem(plan), **({} if plan.maps else dict(out_smem=smem(plan.warpgroups, 1 + delta))),
+        **leaving_barriers(plan, len(_leaving(plan))),
         ready=plgpu.Barrier(num_arrivals=2 * slabs + plan.warpgroups + 2 + delta, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=stages),
     )  # fmt: skip

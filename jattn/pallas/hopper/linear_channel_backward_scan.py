@@ -30,26 +30,25 @@ from jattn._linear import CHUNK
 from jattn.pallas._compat import kernel, pl, plgpu
 from jattn.pallas.hopper import linear_pieces, ptx
 from jattn.pallas.hopper.linear_channel_plan import Prepared
-from jattn.pallas.hopper.linear_channel_tiles import times_along_rows
 from jattn.pallas.hopper.linear_plan import Plan
+from jattn.pallas.hopper.linear_tiles import ld_shared_along_rows
 from jattn.pallas.hopper.linear_walk import (
-    chunk_of,
     columns,
     copy_columns,
     initial_state,
+    leaving,
+    leaving_barriers,
     place,
     result_shapes,
     results_of,
     states_smem,
     walk,
+    with_stages,
     write_entering,
     write_out,
     write_state,
 )
 from jattn.pallas.hopper.lists import i32
-
-_REGISTERS = 232, 40  # of a computing warpgroup's threads, of the producer's
-_STAGES = 2  # chunks that are copied ahead
 
 
 def _kernel(
@@ -72,13 +71,15 @@ def _kernel(
     # barriers
     ready,  # [stages] TMA
     free,  # [stages] every warpgroup is done with the chunk
+    written=None,  # see `linear_walk.leaving_barriers`
+    left=None,
 ):
     x = SimpleNamespace(
         plan=plan, dout=dout, prepared=prepared, initial_state=initial_state, out=out, state=state, states=states,
         states_smem=states_smem, do_smem=do_smem, matrices=matrices, out_smem=out_smem, ready=ready, free=free,
-        **place(plan, walks, reverse=True),
+        written=written, left=left, **place(plan, walks, reverse=True),
     )  # fmt: skip
-    walk(x, _copy_chunk, _consume, _REGISTERS)
+    walk(x, _copy_chunk, _consume, leaving(plan))
 
 
 # --- producer ---------------------------------------------------------------------------------------------------------
@@ -109,31 +110,30 @@ def _consume(x):
         x.erase, x.T = by_rows(smem.erase, H), by_rows(smem.inverse, CHUNK)
     D = lax.fori_loop(0, x.chunks, lambda i, D: _one_chunk(x, i, D), initial_state(x))
     write_state(x, D)
-    plgpu.wait_smem_to_gmem(0)
 
 
 def _one_chunk(x, i, D):
     """The gradient of the state that enters the i-th chunk from the end."""
-    slot, chunk, dtype = lax.rem(i, i32(x.plan.stages)), chunk_of(x, i), x.plan.dtype
-    vector = x.matrices.vector.at[slot]
+    slot, dtype, outputs = lax.rem(i, i32(x.plan.stages)), x.plan.dtype, not x.plan.maps
+    vector, narrow = x.matrices.vector.at[slot], D.astype(dtype)
     plgpu.barrier_wait(x.ready.at[slot])
-    narrow = D.astype(dtype)
     do = columns(x, x.do_smem.at[slot])
-    du = ptx.wgmma_rs(ptx.wgmma_rs_nt(narrow, x.update.at(slot)), do, x.A.at(slot))
-    write_entering(x, chunk, narrow)
-    (du,) = ptx.wgmma_wait_group(0, du)
-    D = times_along_rows(D, vector.at[pl.ds(0, x.plan.H)])
-    written = du.astype(dtype)
+    # Products and loads leave a warp in their order: what is loaded after a product waits until that has begun.
     if x.plan.options.rule.delta:
-        dz = ptx.wgmma_rs(ptx.zeros(CHUNK), written, x.T.at(slot))
-        D = ptx.wgmma_rs(D, do, x.query.at(slot))
-        (dz,) = ptx.wgmma_wait_group(1, dz)
-        erased = times_along_rows(dz, vector.at[pl.ds(x.plan.H, CHUNK)]).astype(dtype)
-        D, written = ptx.wgmma_rs(D, erased, x.erase.at(slot)), dz.astype(dtype)
-    else:
-        D = ptx.wgmma_rs(D, do, x.query.at(slot))
-    if not x.plan.maps:
-        write_out(x, chunk, written)  # while the tensor core is at D
+        beta = ld_shared_along_rows(vector.at[pl.ds(x.plan.H, CHUNK)])
+    du = ptx.wgmma_rs(ptx.wgmma_rs_nt(narrow, x.update.at(slot)), do, x.A.at(slot))
+    write_entering(x, narrow)
+    ptx.bar_warp_sync()
+    D = D * ld_shared_along_rows(vector.at[pl.ds(0, x.plan.H)])
+    (du,) = ptx.wgmma_wait_group(0, du)
+    left = du.astype(dtype)
+    if x.plan.options.rule.delta:
+        (dz,) = ptx.wgmma_wait_group(0, ptx.wgmma_rs(ptx.zeros(CHUNK), left, x.T.at(slot)))
+    D = ptx.wgmma_rs(D, do, x.query.at(slot))
+    if x.plan.options.rule.delta:
+        D, left = ptx.wgmma_rs(D, (dz * beta).astype(dtype), x.erase.at(slot)), dz.astype(dtype)
+    if outputs:
+        write_out(x, left)  # while the tensor core is at D
     (D,) = ptx.wgmma_wait_group(0, D)
     plgpu.barrier_arrive(x.free.at[slot])
     return D
@@ -151,7 +151,7 @@ def launch(plan: Plan, inputs, prepared, dout, dfinal, *, multiprocessors: int, 
 
 
 def _walk(plan, given, dout, state, walks, interpret):
-    plan = dataclasses.replace(plan, save=not plan.maps, stages=_STAGES)
+    plan = with_stages(dataclasses.replace(plan, save=not plan.maps), lambda plan: _scratch(plan, given))
     others = dict(dout=dout) | ({} if state is None else dict(initial_state=state))
     others |= {} if walks is None else dict(walks=walks)
     results = result_shapes(plan)
@@ -188,7 +188,7 @@ def _scratch(plan, given) -> dict:
         rooms[f"matrix{i}"] = plgpu.SMEM((stages, *array.shape[3:]), "float32") if is_vector else smem(stages, slabs)
         copies += slabs
     return rooms | dict(
-        do_smem=smem(stages, plan.warpgroups), **states_smem(plan),
+        do_smem=smem(stages, plan.warpgroups), **states_smem(plan), **leaving_barriers(plan, len(leaving(plan))),
         **({} if plan.maps else dict(out_smem=smem(plan.warpgroups, 1))),
         ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=stages),

@@ -29,26 +29,27 @@ from jattn._linear import CHUNK
 from jattn.pallas._compat import kernel, pl, plgpu
 from jattn.pallas.hopper import ptx
 from jattn.pallas.hopper.linear_channel_plan import Prepared
-from jattn.pallas.hopper.linear_channel_tiles import times_along_rows
 from jattn.pallas.hopper.linear_plan import Plan
+from jattn.pallas.hopper.linear_tiles import ld_shared_along_rows
 from jattn.pallas.hopper.linear_walk import (
     chunk_of,
     columns,
     copy_columns,
     initial_state,
+    leaving,
+    leaving_barriers,
     place,
     result_shapes,
     results_of,
     states_smem,
     walk,
+    with_stages,
     write_checkpoint,
     write_entering,
     write_out,
     write_state,
 )
 from jattn.pallas.hopper.lists import i32
-
-_REGISTERS = 232, 40  # of a computing warpgroup's threads, of the producer's, which has nine matrices to copy
 
 
 def _kernel(
@@ -73,13 +74,15 @@ def _kernel(
     # barriers
     ready,  # [stages] TMA
     free,  # [stages] every warpgroup is done with the chunk
+    written=None,  # see `linear_walk.leaving_barriers`
+    left=None,
 ):
     x = SimpleNamespace(
         plan=plan, value=value, prepared=prepared, initial_state=initial_state, out=out, state=state, slots=slots,
         checkpoints=checkpoints, states=states, states_smem=states_smem, v_smem=v_smem, matrices=matrices,
-        out_smem=out_smem, ready=ready, free=free, **place(plan, walks),
+        out_smem=out_smem, ready=ready, free=free, written=written, left=left, **place(plan, walks),
     )  # fmt: skip
-    walk(x, _copy_chunk, _consume, _REGISTERS)
+    walk(x, _copy_chunk, _consume, leaving(plan))
 
 
 # --- producer ---------------------------------------------------------------------------------------------------------
@@ -112,34 +115,39 @@ def _consume(x):
     x.update = operand(smem.update, H, along_rows=True)
     S = lax.fori_loop(0, x.chunks, lambda i, S: _one_chunk(x, i, S), initial_state(x))
     write_state(x, S)
-    plgpu.wait_smem_to_gmem(0)
 
 
 def _one_chunk(x, i, S):
     """The state after the i-th chunk, whose output is written; there is none with maps."""
     slot, dtype, outputs = lax.rem(i, i32(x.plan.stages)), x.plan.dtype, not x.plan.maps
+    vector, narrow, o = x.matrices.vector.at[slot], S.astype(dtype), ()
     plgpu.barrier_wait(x.ready.at[slot])
-    narrow, o = S.astype(dtype), ()
     u = columns(x, x.v_smem.at[slot])
+    # Products and loads leave a warp in their order: what is loaded after a product waits until that has begun.
     if x.plan.options.rule.delta:
+        beta = ld_shared_along_rows(vector.at[pl.ds(x.plan.H, CHUNK)])
         z = ptx.wgmma_rs_nt(narrow, x.erase.at(slot), u.astype(jnp.float32))
+        (z,) = ptx.wgmma_wait_group(0, z)
     if outputs:
         o = (ptx.wgmma_rs_nt(narrow, x.query.at(slot)),)
-        write_entering(x, chunk_of(x, i), narrow)
+        write_entering(x, narrow)
     if x.plan.options.rule.delta:
-        (z,) = ptx.wgmma_wait_group(len(o), z)
-        z = times_along_rows(z, x.matrices.vector.at[slot, pl.ds(x.plan.H, CHUNK)])
-        *o, u = ptx.wgmma_wait_group(0, *o, ptx.wgmma_rs_nt(z.astype(dtype), x.T.at(slot)))
+        u = ptx.wgmma_rs_nt((z * beta).astype(dtype), x.T.at(slot))
+    ptx.bar_warp_sync()
+    S = S * ld_shared_along_rows(vector.at[pl.ds(0, x.plan.H)])
+    if x.plan.options.rule.delta:
+        *o, u = ptx.wgmma_wait_group(0, *o, u)
         u = u.astype(dtype)
     elif outputs:
         o = ptx.wgmma_wait_group(0, *o)
-    S = ptx.wgmma_rs(times_along_rows(S, x.matrices.vector.at[slot, pl.ds(0, x.plan.H)]), u, x.update.at(slot))
     if outputs:
         o = (ptx.wgmma_rs_nt(u, x.A.at(slot), *o),)
-    S, *o = ptx.wgmma_wait_group(0, S, *o)
-    plgpu.barrier_arrive(x.free.at[slot])
+    S = ptx.wgmma_rs(S, u, x.update.at(slot))
     if outputs:
-        write_out(x, chunk_of(x, i), o[0].astype(dtype))
+        o = ptx.wgmma_wait_group(1, *o)
+        write_out(x, o[0].astype(dtype))  # while the tensor core is at S
+    (S,) = ptx.wgmma_wait_group(0, S)
+    plgpu.barrier_arrive(x.free.at[slot])
     write_checkpoint(x, chunk_of(x, i), S)
     return S
 
@@ -160,6 +168,7 @@ def launch(plan: Plan, inputs, prepared, *, interpret=False):
     if not plan.maps:
         names = "initial_state", "walks", "slots"
         others |= {name: a for name in names if (a := getattr(inputs, name)) is not None}
+    plan = with_stages(plan, lambda plan: _scratch(plan, given))
     results = result_shapes(plan)
 
     def body(*refs, **allocations):
@@ -196,7 +205,7 @@ def _scratch(plan, given) -> dict:
         copies += slabs
     rooms |= {} if plan.maps else dict(out_smem=smem(plan.warpgroups, 1))
     return rooms | dict(
-        v_smem=smem(stages, plan.warpgroups), **states_smem(plan),
+        v_smem=smem(stages, plan.warpgroups), **states_smem(plan), **leaving_barriers(plan, len(leaving(plan))),
         ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=stages),
     )  # fmt: skip

@@ -36,19 +36,20 @@ from jattn.pallas.hopper.linear_walk import (
     columns,
     copy_columns,
     initial_state,
+    leaving,
+    leaving_barriers,
     place,
     result_shapes,
     results_of,
     states_smem,
     walk,
+    with_stages,
     write_checkpoint,
     write_entering,
     write_out,
     write_state,
 )
 from jattn.pallas.hopper.lists import i32
-
-_REGISTERS = 240, 24  # of a computing warpgroup's threads, of the producer's
 
 
 def _kernel(
@@ -81,15 +82,17 @@ def _kernel(
     # barriers
     ready,  # [stages] TMA
     free,  # [stages] every warpgroup is done with the chunk
+    written=None,  # see `linear_walk.leaving_barriers`
+    left=None,
 ):
     x = SimpleNamespace(
         plan=plan, query=query, key=key, value=value, inverse=inverse, scores=scores, vectors=vectors,
         initial_state=initial_state, out=out, state=state, slots=slots, checkpoints=checkpoints, states=states,
         states_smem=states_smem, q_smem=q_smem, k_smem=k_smem, v_smem=v_smem, inverse_smem=inverse_smem,
         scores_smem=scores_smem, vectors_smem=vectors_smem, out_smem=out_smem, ready=ready, free=free,
-        **place(plan, walks),
+        written=written, left=left, **place(plan, walks),
     )  # fmt: skip
-    walk(x, _copy_chunk, _consume, _REGISTERS)
+    walk(x, _copy_chunk, _consume, leaving(plan))
 
 
 # --- producer ---------------------------------------------------------------------------------------------------------
@@ -119,7 +122,6 @@ def _consume(x):
     x.q, x.A = (None, None) if maps else (operand(x.q_smem, H), operand(x.scores_smem, CHUNK))
     S = lax.fori_loop(0, x.chunks, lambda i, S: _one_chunk(x, i, S), initial_state(x))
     write_state(x, S)
-    plgpu.wait_smem_to_gmem(0)
 
 
 def _one_chunk(x, i, S):
@@ -127,28 +129,29 @@ def _one_chunk(x, i, S):
     slot, dtype, outputs = lax.rem(i, i32(x.plan.stages)), x.plan.dtype, not x.plan.maps
     vector = lambda name: linear_tiles.ld_shared_along_rows(x.vectors_smem.at[slot, VECTORS.index(name)])  # noqa: E731
     plgpu.barrier_wait(x.ready.at[slot])
-    narrow = S.astype(dtype)
+    narrow, u = S.astype(dtype), columns(x, x.v_smem.at[slot]).astype(jnp.float32)
+    # Products and loads leave a warp in their order: what is loaded after a product waits until that has begun.
+    last = x.vectors_smem[slot, VECTORS.index("last"), 0]
     if x.inverse is not None:
-        r = ptx.wgmma_rs_nt(narrow, x.k.at(slot))
+        u, by_key = vector("beta") * u, vector("key")
+        (r,) = ptx.wgmma_wait_group(0, ptx.wgmma_rs_nt(narrow, x.k.at(slot)))
     if outputs:
         o = ptx.wgmma_rs_nt(narrow, x.q.at(slot))
-        write_entering(x, chunk_of(x, i), narrow)
-    u = columns(x, x.v_smem.at[slot]).astype(jnp.float32)
+        write_entering(x, narrow)
     if x.inverse is not None:
-        (r,) = ptx.wgmma_wait_group(int(outputs), r)
-        z = vector("beta") * u - vector("key") * r
-        u = ptx.wgmma_rs_nt(z.astype(dtype), x.M.at(slot))
+        u = ptx.wgmma_rs_nt((u - by_key * r).astype(dtype), x.M.at(slot))
+    ptx.bar_warp_sync()
+    S, by_update = S * last, vector("update")
     if outputs:
+        by_query = vector("query")
         o, u = ptx.wgmma_wait_group(0, o, u)
+        o = ptx.wgmma_rs_nt(u.astype(dtype), x.A.at(slot), o * by_query)
     elif x.inverse is not None:
         (u,) = ptx.wgmma_wait_group(0, u)
-    S = S * x.vectors_smem[slot, VECTORS.index("last"), 0]  # with a product in flight ptxas would wait for it first
-    if outputs:
-        o = ptx.wgmma_rs_nt(u.astype(dtype), x.A.at(slot), o * vector("query"))
-    S = ptx.wgmma_rs(S, (u * vector("update")).astype(dtype), x.k_rows.at(slot))
+    S = ptx.wgmma_rs(S, (u * by_update).astype(dtype), x.k_rows.at(slot))
     if outputs:
         (o,) = ptx.wgmma_wait_group(1, o)
-        write_out(x, chunk_of(x, i), o.astype(dtype))  # while the tensor core is at S
+        write_out(x, o.astype(dtype))  # while the tensor core is at S
     (S,) = ptx.wgmma_wait_group(0, S)
     plgpu.barrier_arrive(x.free.at[slot])
     write_checkpoint(x, chunk_of(x, i), S)
@@ -170,6 +173,7 @@ def launch(plan: Plan, inputs, prepared, *, interpret=False):
         given |= dict(query=inputs.query, scores=prepared.scores)
         names = "initial_state", "walks", "slots"
         given |= {name: a for name in names if (a := getattr(inputs, name)) is not None}
+    plan = with_stages(plan, _scratch)
     results = result_shapes(plan)
 
     def body(*refs, **allocations):
@@ -206,6 +210,7 @@ def _scratch(plan) -> dict:
         copies += slabs + 1
     return rooms | dict(
         **states_smem(plan),
+        **leaving_barriers(plan, len(leaving(plan))),
         ready=plgpu.Barrier(num_arrivals=copies + slabs, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=stages),
     )

@@ -9,7 +9,9 @@ the maps the states that enter the pieces, and the second launch starts from the
 B of states is the number of sequences, also where these are packed and B of tokens is 1.
 """
 
+import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +19,13 @@ from jax import lax
 
 from jattn._linear import CHUNK
 from jattn.pallas._compat import interpreting, pl, plgpu
+from jattn.pallas.configs import SHARED_MEMORY_BYTES
 from jattn.pallas.hopper import linear_tiles, memory, ptx
 from jattn.pallas.hopper.linear_plan import COLUMNS, copy_rows, saved_states
 from jattn.pallas.hopper.lists import i32
 
+_REGISTERS = {1: (248, 96), 2: (232, 40)}  # by computing warpgroups: of a thread that computes, of one that copies
+_BARRIERS = 512  # bytes
 
 def place(plan, walks, *, reverse: bool = False) -> dict:
     """Which warpgroup this is, and what its thread block walks over: head and first column, the piece and its first
@@ -53,38 +58,89 @@ def chunk_of(x, i):
     return x.begin + (x.chunks - 1 - i if x.reverse else i)
 
 
-def walk(x, copy_chunk, consume, registers):
+def walk(x, copy_chunk, consume, leaving):
     """Has the last warpgroup copy chunks, by `copy_chunk(x, chunk, slot)`, and the others `consume(x)`.
 
     Args:
-        registers: of a thread that computes, of one that copies.
+        leaving: what the others hand over in a chunk (`hand_over`), in its order: `send(x, chunk)` asks for copies.
     """
+
+    many, few = _REGISTERS[x.plan.warpgroups]
 
     @pl.when(x.warpgroup == x.plan.warpgroups)
     def _():
-        plgpu.set_max_registers(registers[1], action="decrease")
-        _produce(x, copy_chunk)
+        plgpu.set_max_registers(few, action="decrease")
+        _produce(x, copy_chunk, leaving)
 
     @pl.when(x.warpgroup < x.plan.warpgroups)
     def _():
-        plgpu.set_max_registers(registers[0], action="increase")
+        plgpu.set_max_registers(many, action="increase")
         x.column = x.first + x.warpgroup * COLUMNS
         consume(x)
 
 
-def _produce(x, copy_chunk):
-    """Copies chunk after chunk by `copy_chunk(x, chunk, slot)`, each as soon as its slot is free."""
+def _produce(x, copy_chunk, leaving):
+    """Copies chunk after chunk, each as soon as its slot is free, and sends what leaves."""
     stages = x.plan.stages
 
-    def one_chunk(i, _):
-        slot = lax.rem(i, i32(stages))
-        pl.when(i >= stages)(lambda: plgpu.barrier_wait(x.free.at[slot]))
-        copy_chunk(x, chunk_of(x, i), slot)
+    def copy(i):
+        copy_chunk(x, chunk_of(x, i), lax.rem(i, i32(stages)))
 
+    def one_chunk(i, _):
+        for which, send in enumerate(leaving[:-1]):
+            _send(x, i, which, send)
+        plgpu.barrier_wait(x.free.at[lax.rem(i, i32(stages))])
+        pl.when(i + stages < x.chunks)(lambda: copy(i + stages))
+        for send in leaving[-1:]:
+            _send(x, i, len(leaving) - 1, send)
+
+    for which in range(len(leaving)):
+        plgpu.barrier_arrive(x.left.at[which])
+    lax.fori_loop(0, jnp.minimum(x.chunks, i32(stages)), lambda i, _: copy(i), None)
     lax.fori_loop(0, x.chunks, one_chunk, None)
-    # Every phase is waited for before the thread block ends.
-    last = lambda i, _: plgpu.barrier_wait(x.free.at[lax.rem(i, i32(stages))])  # noqa: E731
-    lax.fori_loop(jnp.maximum(x.chunks - stages, 0), x.chunks, last, None)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _send(x, i, which: int, send):
+    plgpu.barrier_wait(x.written.at[which])
+    send(x, chunk_of(x, i))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    pl.when(i + 1 < x.chunks)(lambda: plgpu.barrier_arrive(x.left.at[which]))
+
+
+def hand_over(x, which: int, write):
+    """`write()` to shared memory, from which the producer sends it: a copy that a computing warp asks for takes 450
+    cycles of it.
+
+    Args:
+        which: of `leaving`.
+    """
+    plgpu.barrier_wait(x.left.at[which])
+    write()
+    ptx.fence_async_shared()
+    plgpu.barrier_arrive(x.written.at[which])
+
+
+def leaving_barriers(plan, count: int) -> dict:
+    """Of `count` things that leave: all warpgroups have written; what they wrote has left."""
+    if not count:
+        return {}
+    return dict(
+        written=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=count),
+        left=plgpu.Barrier(num_arrivals=1, num_barriers=count),
+    )
+
+
+def with_stages(plan, scratch):
+    """The plan with as many chunks copied ahead, up to three, as its `scratch(plan)` has room for."""
+
+    def fits(plan):
+        rooms = (room for room in scratch(plan).values() if hasattr(room, "shape"))
+        needed = sum(-(-math.prod(room.shape) * jnp.dtype(room.dtype).itemsize // 1024) for room in rooms)
+        return needed * 1024 + _BARRIERS <= SHARED_MEMORY_BYTES[9, 0]
+
+    plans = [dataclasses.replace(plan, stages=stages) for stages in (3, 2)]
+    return next(filter(fits, plans), plans[-1])
 
 
 def copy_columns(x, array, smem, chunk, ready):
@@ -110,34 +166,44 @@ def columns(x, smem):
     return lax.optimization_barrier(found) if interpreting() else found
 
 
-def write_out(x, chunk, o):
-    """A chunk's output, transposed `[64, 64]`, through shared memory (TMA)."""
-    smem = x.out_smem.at[x.warpgroup]
-    _wait_for_staging(x)
-    linear_tiles.stmatrix_trans(o, smem)
-    plgpu.commit_smem()
-    rows = x.out.at[x.batch, pl.ds(chunk * CHUNK, CHUNK), x.head]
-    plgpu.copy_smem_to_gmem(smem.at[0], rows.at[:, pl.ds(x.column, COLUMNS)])  # nothing past the last token
+def leaving(plan) -> tuple:
+    """What is sent of a chunk: the state that enters it, where a backward wants it, and its output."""
+    return () if plan.maps else (_send_entering, _send_out) if plan.save else (_send_out,)
 
 
-def write_entering(x, chunk, narrow):
-    """The state `[64, H]` that enters a chunk, transposed, where a backward wants it."""
-    if not x.plan.save:
-        return
-    smem = x.states_smem.at[x.warpgroup]
-    _wait_for_staging(x)
-    for slab in range(ptx.slabs(x.plan.H)):
-        linear_tiles.stmatrix_trans(narrow[:, slab * ptx.SLAB : (slab + 1) * ptx.SLAB], smem.at[pl.ds(slab, 1)])
-    plgpu.commit_smem()
-    states = x.states.at[x.batch, chunk, x.head]
-    for slab in range(ptx.slabs(x.plan.H)):
-        part = states.at[pl.ds(slab * ptx.SLAB, ptx.SLAB), pl.ds(x.column, COLUMNS)]
-        plgpu.copy_smem_to_gmem(smem.at[slab], part, commit_group=slab == ptx.slabs(x.plan.H) - 1)
+def write_out(x, o):
+    """A chunk's output, transposed `[64, 64]`, to shared memory."""
+    hand_over(x, int(x.plan.save), lambda: linear_tiles.stmatrix_trans(o, x.out_smem.at[x.warpgroup]))
 
 
-def _wait_for_staging(x):
-    """What the chunk before had written there has left; with states, these and outputs are written in turn."""
-    plgpu.wait_smem_to_gmem(int(x.plan.save), wait_read_only=True)
+def _send_out(x, chunk):
+    for w in range(x.plan.warpgroups):
+        rows = x.out.at[x.batch, pl.ds(chunk * CHUNK, CHUNK), x.head, pl.ds(x.first + w * COLUMNS, COLUMNS)]
+        plgpu.copy_smem_to_gmem(x.out_smem.at[w, 0], rows)  # nothing past the last token
+
+
+def write_entering(x, narrow):
+    """The state `[64, H]` that enters a chunk, transposed, to shared memory, where a backward wants it."""
+    if x.plan.save:
+        hand_over(x, 0, lambda: store_slabs(narrow, x.states_smem.at[x.warpgroup]))
+
+
+def store_slabs(array, smem):
+    """`[64, columns]`, transposed, to `smem [slabs, 64, 64]`."""
+    for slab in range(array.shape[1] // ptx.SLAB):
+        linear_tiles.stmatrix_trans(array[:, slab * ptx.SLAB : (slab + 1) * ptx.SLAB], smem.at[pl.ds(slab, 1)])
+
+
+def _send_entering(x, chunk):
+    send_states(x, x.states, x.states_smem, chunk)
+
+
+def send_states(x, array, smem, chunk):
+    """A chunk's states `array [B, n, N, H, D]`, from `smem [warpgroups, slabs, 64, 64]`."""
+    for w in range(x.plan.warpgroups):
+        for slab in range(ptx.slabs(x.plan.H)):
+            rows = array.at[x.batch, chunk, x.head, pl.ds(slab * ptx.SLAB, ptx.SLAB)]
+            plgpu.copy_smem_to_gmem(smem.at[w, slab], rows.at[:, pl.ds(x.first + w * COLUMNS, COLUMNS)])
 
 
 def states_smem(plan) -> dict:

@@ -384,6 +384,7 @@ def fence_async_shared() -> None:
     """What this thread wrote to shared memory is seen by products and TMA that a later barrier lets begin
     (`fence.proxy.async`)."""
     if interpreting():
+        plgpu.commit_smem()
         return
 
     @plgpu.inline_mgpu()
@@ -392,6 +393,13 @@ def fence_async_shared() -> None:
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
 
     fence()
+
+
+def bar_warp_sync() -> None:
+    """Keeps what follows behind what precedes in the compiler's order of the instructions (`bar.warp.sync`)."""
+    if interpreting():
+        return
+    plgpu.inline_mgpu()(lambda _: utils.warp_barrier())()
 
 
 # --- scalar instructions, for use inside `plgpu.inline_mgpu` on the registers of an array -----------------------------
