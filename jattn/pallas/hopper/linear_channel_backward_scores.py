@@ -64,6 +64,7 @@ def _kernel(
     sums,  # float32 [64, pitch]: of log decays, from the start of a block of 16; then dq
     others,  # float32 [8, H]: of log decays, of all blocks before each block, and of all after it
     vector,  # float32 [H + 128] or [H], see `Parts`
+    strong=None,  # int32 [H / 32, 4]: where decays are too strong for one anchor, see `linear_channel_tiles.st_sums`
     # barriers
     ready,  # TMA
     again,  # TMA
@@ -74,7 +75,7 @@ def _kernel(
     )
     vars(x).update(
         inputs, parts=parts, dq=dq, dk=dk, dg=dg, q_smem=q_smem, k_smem=k_smem, sums=sums, others=others, rooms=rooms,
-        vector=vector, rows=plan.T - chunk * CHUNK, tile=first_tile(plan, *x.place),
+        vector=vector, strong=strong, rows=plan.T - chunk * CHUNK, tile=first_tile(plan, *x.place),
     )  # fmt: skip
     delta, slabs = plan.options.rule.delta, ptx.slabs(plan.H)
     x.squares = [rooms.at[i : i + 1] for i in range(3, 4 + delta)]
@@ -170,16 +171,26 @@ def _one_piece(x, piece, place, carry):
     def squares():
         return [products.ld_own(square) for square in x.squares] + [None] * (not delta)
 
-    def one_level(i, state):
+    def one_level(i, state, known):
         bit = lax.shift_right_logical(i32(tiles.LEVELS[0]), _int(i))
         return products.add_level(state, q, k, sums, products.ld_anchors(x.sums, piece, bit), *known, bit)
 
-    if (shift := tiles.shift(x.plan.options)) is None:
+    def levels(state):
         known = squares()
-        state = lax.fori_loop(i32(0), ptx.once() * len(tiles.LEVELS), one_level, state)
+        add = lambda i, state: one_level(i, state, known)  # noqa: E731
+        return lax.fori_loop(i32(0), ptx.once() * len(tiles.LEVELS), add, state)
+
+    def block(state):
+        shifted = sums + jnp.float32(tiles.shift(x.plan.options))
+        add = lambda _, state: products.add_blocks(state, q, k, shifted, *squares())  # noqa: E731
+        return lax.fori_loop(i32(0), ptx.once(), add, state)
+
+    if tiles.shift(x.plan.options) is None:
+        state = levels(state)
+    elif x.strong is None:
+        state = block(state)
     else:
-        block = lambda _, state: products.add_blocks(state, q, k, sums + jnp.float32(shift), *squares())  # noqa: E731
-        state = lax.fori_loop(i32(0), ptx.once(), block, state)
+        state = lax.cond(tiles.any_strong(x.strong, piece), levels, block, state)
     dq, dk, w, *rest = state
     dq, dk = dq + x.diagonal * k, dk + x.diagonal * q
     dq, dk, w, to_end = _with_states(x, piece, across, q, k, sums, dq, dk, w)
@@ -292,6 +303,7 @@ def launch(plan: Plan, inputs, parts, *, interpret=False):
             sums=plgpu.SMEM((CHUNK, tiles.pitch(plan.H)), jnp.float32),
             others=plgpu.SMEM((8, plan.H), jnp.float32),
             vector=plgpu.SMEM(parts.vector.shape[3:], jnp.float32),
+            **tiles.strong_smem(plan.options, plan.H // tiles.PIECE),
             ready=plgpu.Barrier(num_arrivals=2 * slabs + 2 + delta),
             again=plgpu.Barrier(num_arrivals=2 * slabs),
         ),  # fmt: skip

@@ -59,6 +59,7 @@ def _kernel(
     others,  # float32 [warpgroups, 8, 64]: of a slab's log decays, of all blocks before each, and of all after it
     rows_smem,  # float32 [warpgroups, 3, 64], see `_write_rows`
     vector,  # float32 [warpgroups, H + 64]: decay, β; without the delta rule [warpgroups, H]
+    strong=None,  # int32 [warpgroups, 2, 4]: where decays are too strong for one anchor, see `st_sums`
     # barriers
     ready,  # [warpgroups] TMA
     # compiled in
@@ -69,9 +70,10 @@ def _kernel(
     x = SimpleNamespace(plan=plan, **dict.fromkeys(_INPUTS), out=out, scores=scores, ready=ready.at[warpgroup])
     vars(x).update(inputs)
     rooms = dict(
-        q_smem=q_smem, k_smem=k_smem, right=right, sums=sums, others=others, rows_smem=rows_smem, vector=vector
+        q_smem=q_smem, k_smem=k_smem, right=right, sums=sums, strong=strong, others=others, rows_smem=rows_smem,
+        vector=vector,
     )  # fmt: skip
-    vars(x).update((name, room.at[warpgroup]) for name, room in rooms.items())
+    vars(x).update((name, None if room is None else room.at[warpgroup]) for name, room in rooms.items())
     together, count = blocks * _WARPGROUPS, items(plan)
 
     def one_chunk(item):
@@ -109,7 +111,7 @@ def _placed(x):
 def _write_rows(x):
     """Factors of queries and keys, and A's diagonal, where nothing has decayed; registers have no room for them."""
     options, q, k = x.plan.options, x.q_smem, x.k_smem
-    levels = x.scores and tiles.shift(options) is None
+    levels = x.scores and not _one_anchor(x)
     found = _diagonals(x, *[(q, q), (k, k)] * options.qk_l2norm, *[(q, k)] * levels)
     scale = x.scale[0] if options.scale is None else jnp.float32(options.scale)
     q_norm, k_norm = map(gates.inverse_norm, found[:2]) if options.qk_l2norm else (_same(jnp.float32(1)),) * 2
@@ -117,6 +119,11 @@ def _write_rows(x):
     if levels:  # vectors so long that the norm overflows are 0, and so do their products
         products = jnp.where((q_norm == 0) | (k_norm == 0), 0.0, found[-1])
         x.rows_smem[_DIAGONAL] = products * (q_norm * scale) * k_norm
+
+
+def _one_anchor(x) -> bool:
+    """All products within blocks of 16 have one."""
+    return tiles.shift(x.plan.options) is not None and x.strong is None
 
 
 def _row(x, i):
@@ -188,7 +195,8 @@ def sum_log_decays(x, first=0):
             g = jnp.float32(options.lower_bound) * tiles.logistic((raw if bias is None else raw + bias) * rate)
         else:
             g = jnp.maximum(gates.log_decay(options, raw, A_log, bias), gates.LEAST)
-        tiles.st_sums(x.sums, i, g, None if options.gate in (None, "clipped") else x.rows)
+        rows = None if options.gate in (None, "clipped") else x.rows
+        tiles.st_sums(x.sums, i, g, rows, x.strong, options)
     plgpu.commit_smem()
 
 
@@ -229,38 +237,89 @@ def _decay_to_end(x, slab, i):
 def _no_scores(x):
     """`(products with the first three blocks of 16 columns, of queries and of keys; those within blocks)`."""
     between = tuple((ptx.zeros(tiles.BLOCK),) * (1 + x.plan.options.rule.delta) for _ in range(3))
-    if tiles.shift(x.plan.options) is not None:
+    if _one_anchor(x):
         return between, (ptx.zeros(3 * 8),)
     return between, (ptx.zeros(8), *(ptx.zeros(2 * 8) for _ in tiles.LEVELS[1:]))
 
 
 def _add_scores(x, slab, i, between, within):
-    piece, shift = _PIECES * slab + i, tiles.shift(x.plan.options)
-    (q, k), sums = _operands(x, piece), tiles.ld_sums(x.sums, i)
-    narrow = lambda *arrays: tuple(a.astype(x.plan.dtype) for a in arrays)  # noqa: E731
-    if shift is None:
-        within = [_add_level(x, i, bit, narrow, q, k, sums, s) for bit, s in zip(tiles.LEVELS, within, strict=True)]
+    piece = _PIECES * slab + i
+    if tiles.shift(x.plan.options) is None:
+        (q, k), sums = _operands(x, piece), tiles.ld_sums(x.sums, i)
+        within = [_add_level(x, i, bit, q, k, sums, a) for bit, a in zip(tiles.LEVELS, within, strict=True)]
         left = [tiles.decayed(a, sums) for a in (q, k)]
+    elif _one_anchor(x):
+        within, left = _add_mild(x, piece, i, within)
     else:
-        sums = sums + jnp.float32(shift)
-        left = [tiles.decayed(a, sums) for a in (q, k)]
-        halves = tiles.CORNER + tiles.INNER
-        within = [tiles.mma_own(within[0], *narrow(*left), *narrow(tiles.decayed(k, -sums)), halves)]
-        left = [a * jnp.float32(2**-shift) for a in left]
+        add = lambda how: lambda: how(x, piece, i, within)  # noqa: E731
+        within, left = lax.cond(tiles.any_strong(x.strong, i), add(_add_strong), add(_add_mild))
     left, across = left[: len(between[0])], [None] * 3
     for block in (2, 1, 0):
-        across[block] = tiles.mma_with_block(between[block], narrow(*left), x.right, piece, block)
+        across[block] = tiles.mma_with_block(between[block], _narrow(x, *left), x.right, piece, block)
         if block:
             decay = tiles.ld_decay_below(x.sums, i, block)
             left = [a * decay for a in left]
     return tuple(across), tuple(within)
 
 
-def _add_level(x, i, bit, narrow, q, k, sums, found):
-    """Adds to the products of pairs within blocks whose numbers differ first in a bit."""
+def _narrow(x, *arrays):
+    return tuple(a.astype(x.plan.dtype) for a in arrays)
+
+
+def _add_mild(x, piece, i, found):
+    """Adds products within blocks with one anchor. Returns them, and queries and keys as rows of the other products."""
+    (q, k), sums = _operands(x, piece), _shifted(x, tiles.ld_sums(x.sums, i))
+    left = [tiles.decayed(a, sums) for a in (q, k)]
+    return _add_one_anchor(x, left, tiles.decayed(k, -sums), found), _unshifted(x, left)
+
+
+def _add_strong(x, piece, i, found):
+    """The same where some of the decays are strong. The others have the bits that they have where none is: a row must
+    not know of later tokens."""
+    load = lambda: (*_operands(x, piece), tiles.ld_sums(x.sums, i))  # noqa: E731
+    levels = zip(tiles.LEVELS, found, strict=True)  # each loads anew what there are no registers to keep
+    found = [_add_level(x, i, bit, *load(), a, strong=True) for bit, a in levels]
+    q, k, sums = load()
+    sums = _shifted(x, sums)
+    left = [tiles.decayed(a, sums) for a in (q, k)]
+    right = tiles.decayed(k, jnp.minimum(-sums, jnp.float32(tiles.shift(x.plan.options))))
+    mild = _mild(x, sums)
+    return _add_one_anchor(x, [jnp.where(mild, a, 0.0) for a in left], right, found), _unshifted(x, left)
+
+
+def _shifted(x, sums):
+    return sums + jnp.float32(tiles.shift(x.plan.options))
+
+
+def _unshifted(x, left):
+    return [a * jnp.float32(2 ** -tiles.shift(x.plan.options)) for a in left]
+
+
+def _mild(x, shifted):
+    return shifted >= jnp.float32(-tiles.shift(x.plan.options))
+
+
+def _add_one_anchor(x, left, right, found):
+    """Where there are levels, to each of them."""
+    whole = len(found) == 1
+    halves = (tiles.CORNER + tiles.INNER,) if whole else (tiles.CORNER, *(tiles.INNER for _ in found[1:]))
+    left, (right,) = _narrow(x, *left), _narrow(x, right)
+    return tuple(tiles.mma_own(a, *left, right, of) for a, of in zip(found, halves, strict=True))
+
+
+def _add_level(x, i, bit, q, k, sums, found, *, strong=False):
+    """Adds products of pairs within blocks whose numbers differ first in a bit.
+
+    Args:
+        strong: none but those of strong decays.
+    """
     anchor = tiles.ld_sums(x.sums, i, ~(2 * bit - 1), bit - 1)
-    q, k = narrow(*(tiles.decayed(a, sums, anchor) for a in (q, k)))
-    return tiles.mma_own(found, q, k, k, tiles.CORNER if bit == tiles.LEVELS[0] else tiles.INNER)
+    left = [tiles.decayed(a, sums, anchor) for a in (q, k)]
+    (right,) = _narrow(x, left[1])
+    if strong:
+        mild = _mild(x, _shifted(x, sums))
+        left = [jnp.where(mild, 0.0, a) for a in left]
+    return tiles.mma_own(found, *_narrow(x, *left), right, tiles.CORNER if bit == tiles.LEVELS[0] else tiles.INNER)
 
 
 def _triangles(x, between, within):
@@ -322,6 +381,7 @@ def launch(plan: Plan, inputs, *, multiprocessors: int, interpret=False, scores=
             others=wide(8, ptx.SLAB),
             rows_smem=wide(3, CHUNK),
             vector=wide(*shapes.vector.shape[3:]),
+            **(tiles.strong_smem(plan.options, _WARPGROUPS, _PIECES) if scores is None else {}),
             ready=plgpu.Barrier(num_arrivals=2 * slabs, num_barriers=_WARPGROUPS),
         ),
         grid={"block": blocks},

@@ -30,16 +30,28 @@ BLOCK = 16  # tokens of a warp
 PIECE = 32  # channels
 LEVELS = (8, 4, 2, 1)
 _PADDING = 8
+_USUAL_BOUND = -5.0  # of a mild log decay
 
 
 def shift(options) -> int | None:
-    """With decays bounded to a few nats a token, products within a block of 16 take one anchor, in its middle: 2 to the
-    power of this times what decayed since the block began, with vectors no longer than 1 neither overflows nor
-    underflows. None if not all of it is known."""
-    bounded = options.gate in ("bounded", "clipped") and options.qk_l2norm and options.scale is not None
-    if not bounded or abs(options.scale) > 2.0**32:
+    """Where gates are mild, products within a block of 16 take one anchor, in its middle: 2 to the power of this times
+    what decayed since the block began, with vectors no longer than 1 neither overflows nor underflows. Decays bounded
+    to a few nats a token are (`surely_mild`), of others those whose sums are not below −2 · shift. None if vectors may
+    be longer."""
+    if not options.qk_l2norm or options.scale is None or abs(options.scale) > 2.0**32:
         return None
-    return round(-options.lower_bound * LOG2_E * BLOCK / 2)
+    return round(-(options.lower_bound if surely_mild(options) else _USUAL_BOUND) * LOG2_E * BLOCK / 2)
+
+
+def surely_mild(options) -> bool:
+    return options.gate in ("bounded", "clipped")
+
+
+def strong_smem(options, *leading) -> dict:
+    """Room, if any is needed, to note where decays are strong, of blocks of 16 tokens and pieces of 32 channels."""
+    if shift(options) is None or surely_mild(options):
+        return {}
+    return dict(strong=plgpu.SMEM((*leading, TILE_ROWS // BLOCK), jnp.int32))
 
 
 def pitch(channels: int) -> int:
@@ -106,20 +118,31 @@ def ld_global_channel(ref, head, first, channels: int) -> jax.Array:
     return load(ref, *(jnp.asarray(x, jnp.int32) for x in (head, first)))
 
 
-def st_sums(ref, i: int, g: jax.Array, rows) -> None:
+def st_sums(ref, i: int, g: jax.Array, rows, strong=None, options=None) -> None:
     """Stores the running sums, to the base of two, of the log decays of a thread's i-th block of 16 tokens to its rows
-    of float32 `ref [64, pitch]`; tokens from `rows` on, of the chunk, do not decay (None: g is 0 there)."""
+    of float32 `ref [64, pitch]`; tokens from `rows` on, of the chunk, do not decay (None: g is 0 there).
+
+    Args:
+        strong: int32 `[pieces, 4]` in shared memory (`strong_smem`), or None: set where a block, in one of a piece's 32
+            channels, decays more than one anchor bears.
+    """
+    least = 0 if strong is None else -2.0 * shift(options)
     count = _blocks_of_a_thread(channels := ref.shape[1] - _PADDING)
     if interpreting():
         for part, mine in enumerate(g.reshape(-1, BLOCK, channels)):
             tokens = (part * count + i) * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
             mine = mine if rows is None else jnp.where(tokens[:, None] < rows, mine, 0)
-            ref[pl.ds((part * count + i) * BLOCK, BLOCK), pl.ds(0, channels)] = LOG2_E * jnp.cumsum(mine, axis=0)
+            total = LOG2_E * jnp.cumsum(mine, axis=0)
+            ref[pl.ds((part * count + i) * BLOCK, BLOCK), pl.ds(0, channels)] = total
+            for piece in range(0 if strong is None else channels // PIECE):
+                found = total[-1, piece * PIECE : (piece + 1) * PIECE]
+                strong[piece, part * count + i] = jnp.any(~(found >= least)).astype(jnp.int32)
         return
-    last = [] if rows is None else [jnp.asarray(rows, jnp.int32)]
+    last, flags = [] if rows is None else [jnp.asarray(rows, jnp.int32)], [] if strong is None else [strong]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, *[SCALAR] * len(last)))
-    def store(_, ref, g, *rows):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, *[plgpu.RefType()] * len(flags), *[SCALAR] * len(last)))
+    def store(_, ref, g, *rest):
+        flags, rows = rest[: len(rest) - len(last)], rest[len(rest) - len(last) :]
         width, (channel, part) = channels + _PADDING, _channel_and_part(channels)
         first = arith.addi(arith.muli(part, integer(count * BLOCK)), integer(i * BLOCK))
         start = _offset(_start(ref), arith.addi(arith.muli(first, integer(width)), channel), 4)
@@ -130,8 +153,28 @@ def st_sums(ref, i: int, g: jax.Array, rows) -> None:
                 x = arith.select(exists, x, ptx.constant(0))
             total = ptx.fma(x, ptx.constant(LOG2_E), total)
             _st_shared(start, 4 * r * width, [total])
+        for ref in flags:
+            found = ptx.vote_any(arith.cmpf(arith.CmpFPredicate.ULT, total, ptx.constant(least)))
+            word = arith.extui(i32(), found)
+            place = arith.addi(arith.muli(arith.divui(channel, integer(PIECE)), integer(4)), integer(i))
+            place = arith.addi(place, arith.muli(part, integer(count)))
+            _st_shared(_offset(_start(ref), place, 4), 0, [arith.bitcast(ir.F32Type.get(), word)])  # all lanes the same
 
-    store(ref, g, *last)
+    store(ref, g, *flags, *last)
+
+
+def any_strong(ref, piece):
+    """Whether a block of 16 tokens decays strongly in the channels of a piece, see `st_sums`."""
+    if interpreting():
+        return jnp.any(ref[piece] != 0)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=ptx.scalar_type())
+    def load(_, ref, piece):
+        place = _offset(_start(ref), piece.registers[()], 16)
+        a, b, c, d = (arith.bitcast(i32(), x) for x in _ld_shared(place, 0, 4))
+        return ptx.scalar_array(arith.ori(arith.ori(a, b), arith.ori(c, d)))
+
+    return load(ref, jnp.asarray(piece, jnp.int32)) != 0
 
 
 def st_decay(sums, ref) -> None:
