@@ -66,7 +66,7 @@ def kda(
         qk_l2norm: divide each query and key by sqrt(Σ x² + 1e-6), in float32.
         gate: None, "softplus": −exp(A_log) · softplus(g + dt_bias), "bounded":
             lower_bound · sigmoid(exp(A_log) · (g + dt_bias)), or "clipped": max(g, lower_bound), with no gradient of a
-            g that is less. With a bound, kernels need one anchor for the scores of 16 tokens, without one four.
+            g that is less. With a bound, kernels need not look how strong decays are.
         A_log: `[N]`; needed for "softplus", None is 0 for "bounded".
         dt_bias: `[N, H]` or `[N · H]`; None is 0.
         lower_bound: of "bounded" and "clipped", in [-5, 0).

@@ -13,7 +13,7 @@ gradient of the initial state. Without the delta rule dv = du, and what dz is in
 Pipeline: a thread block has one warpgroup or two, of the same head, and a producer that copies chunks ahead (TMA):
 
     producer     kqoMA0 kqoMA1 | kqoMA2 …                  waits for free slots
-    consumer     Dᵀ kᵀ, doᵀ A | du | dz, … q | … k | out    waits for copies; D leaves (TMA) in the first products
+    consumer     Dᵀ kᵀ, doᵀ A | du | dz, … q | … k | out    waits for copies; the producer sends D, dv and dz (TMA)
 
 Floor: 2050 bytes a token and head, at the 4.3 TB/s of a copy 0.13 ms for T = 8192 and 32 heads, 0.25 ms for B = 4,
 T = 4096. A chunk's products take as long as the forward's. Prediction: 0.16 and 0.29 ms.

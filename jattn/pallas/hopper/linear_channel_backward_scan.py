@@ -12,11 +12,11 @@ D, before the chunk, and dz are written for the next kernel. GLA's du is the gra
 Pipeline: a thread block has one warpgroup or two, of the same head, and a producer that copies chunks ahead (TMA):
 
     producer     chunk n − 1 | chunk n − 2 | …              waits for free slots
-    consumer     du | dz, doᵀ query | D                      waits for copies; D and dz leave (TMA) under products
+    consumer     du | dz | doᵀ query, D                      waits for copies; the producer sends D and dz (TMA)
 
 Floor: three matrices [64, H], T, A and do in, D and dz out: 2056 bytes a token and head, at the 4.3 TB/s of a copy
 0.126 ms for T = 8192 and 32 heads, 0.251 ms for B = 4, T = 4096. Prediction: 0.20 and 0.29 ms, as three products wait
-for one another as in the forward's walk, of 0.187 and 0.282 ms with its states. Measured on an H200: 0.182 and 0.284.
+for one another as in the forward's walk, of 0.187 and 0.282 ms with its states. Measured on an H200: 0.179 and 0.284.
 
 Source: Kimi Team, "Kimi Linear" (2025); Yang et al., "Gated Linear Attention Transformers" (2024).
 """

@@ -6,15 +6,18 @@ rows do not know of one another. Every left operand is in registers and every ri
 
     z = β ∘ (vᵀ + S eraseᵀ);   u = z Tᵀ (GLA: vᵀ);   o = S queryᵀ + u Aᵀ;   S ← decay ∘ S + u update
 
-Pipeline: a thread block has one warpgroup or two, of the same head, and a producer that copies chunks ahead (TMA):
+Pipeline: a thread block has one warpgroup or two, of the same head, and a producer that copies chunks ahead (TMA) and
+what leaves out of shared memory:
 
-    producer     chunk 0 | chunk 1 | …                   waits for free slots
-    consumer     S eraseᵀ, S queryᵀ | u | S, o | out       waits for copies; o leaves through shared memory (TMA)
+    producer     chunk 0 | chunk 1 | …                             waits for free slots, and for o
+    consumer     S eraseᵀ | S queryᵀ, u, decay ∘ S | o, S | o out    waits for copies; o leaves under S
 
 Floor: three matrices [64, H], T, A and v in, o out: 1544 bytes a token and head, at the 4.3 TB/s of a copy 0.094 ms for
 T = 8192 and 32 heads, 0.188 ms for B = 4, T = 4096; with `linear_channel_prepare` 0.22 and 0.44 ms. A chunk's products
 are those of the gated delta rule, whose scan was measured at 0.145 and 0.170 ms on an H200. Prediction: 0.16 and 0.21
-ms. Measured: 0.164 and 0.199 ms, the latter 94 % of the floor; the former takes 0.141 ms without any copies.
+ms. Measured on an H200: 0.164 and 0.199 ms, the latter 94 % of the floor, while the consumer asked for the copies of
+o, some 450 cycles a chunk, and loads waited behind products; now 0.153 and 0.199. Without any copies it takes 0.119 ms,
+with nothing but copies 0.117.
 
 Source: Kimi Team, "Kimi Linear" (2025); Yang et al., "Gated Linear Attention Transformers" (2024).
 """
@@ -121,11 +124,15 @@ def _one_chunk(x, i, S):
     """The state after the i-th chunk, whose output is written; there is none with maps."""
     slot, dtype, outputs = lax.rem(i, i32(x.plan.stages)), x.plan.dtype, not x.plan.maps
     vector, narrow, o = x.matrices.vector.at[slot], S.astype(dtype), ()
+    decay = lambda: ld_shared_along_rows(vector.at[pl.ds(0, x.plan.H)])  # noqa: E731
     plgpu.barrier_wait(x.ready.at[slot])
     u = columns(x, x.v_smem.at[slot])
     # Products and loads leave a warp in their order: what is loaded after a product waits until that has begun.
     if x.plan.options.rule.delta:
         beta = ld_shared_along_rows(vector.at[pl.ds(x.plan.H, CHUNK)])
+    if not outputs:
+        S = S * decay()
+    if x.plan.options.rule.delta:
         z = ptx.wgmma_rs_nt(narrow, x.erase.at(slot), u.astype(jnp.float32))
         (z,) = ptx.wgmma_wait_group(0, z)
     if outputs:
@@ -133,8 +140,9 @@ def _one_chunk(x, i, S):
         write_entering(x, narrow)
     if x.plan.options.rule.delta:
         u = ptx.wgmma_rs_nt((z * beta).astype(dtype), x.T.at(slot))
-    ptx.bar_warp_sync()
-    S = S * ld_shared_along_rows(vector.at[pl.ds(0, x.plan.H)])
+    if outputs:  # under the products with what entered
+        ptx.bar_warp_sync()
+        S = S * decay()
     if x.plan.options.rule.delta:
         *o, u = ptx.wgmma_wait_group(0, *o, u)
         u = u.astype(dtype)

@@ -8,7 +8,9 @@ k 2^(sum up to a), exponents ≤ 0 both. The anchors here, none of which is a la
 * pairs of different blocks of 16 tokens: the end of the column's block. A warp has the rows of one block, so that its
   products with the others, at most three, are m16n8k16 on its own;
 * pairs of a block whose numbers differ first in bit b = 8, 4, 2, 1: the last token whose bit b is not yet set. A token
-  is a row or a column by that bit, and the same registers are the left operand and the right one.
+  is a row or a column by that bit, and the same registers are the left operand and the right one;
+* pairs of a block where decays are mild, which a kernel sees as it sums them up: one anchor for all of it, at a fixed
+  sum of decays, not at a token. Exponents may be positive there, but are small enough (`shift`).
 
 Log decays are to the base of two. What is made of channels takes 32 of them at once. As in `memory`, functions have an
 equivalent in plain jnp for interpret mode.

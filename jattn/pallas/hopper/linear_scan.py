@@ -12,12 +12,12 @@ and u = vᵀ without the delta rule.
 Pipeline: a thread block has one warpgroup or two, of the same head, and a producer that copies chunks ahead (TMA):
 
     producer     kqvMA0 kqvMA1 kqvMA2 | kqvMA3 …        waits for free slots
-    consumer     S kᵀ, S qᵀ | z | u | o, S | out          waits for copies; o leaves (TMA) while S is computed
+    consumer     S kᵀ | S qᵀ, z, u | o, S | out           waits for copies; the producer sends o (TMA)
 
 Floor: 1300 bytes a token and head, at the 4.3 TB/s of a copy 0.079 ms for T = 8192 and 32 heads, 0.158 ms for
 B = 4, T = 4096. A chunk's products take 1024 cycles of a warpgroup alone and twice that of two, with three waits some
 1500 and 2500: 128 chunks in 0.11 ms, 64 in 0.09 ms. Prediction, with `linear_prepare`: 0.19 ms and 0.30 ms.
-Measured on an H200: 0.140 and 0.167 ms, with it 0.225 and 0.329 ms.
+Measured on an H200: 0.139 and 0.169 ms, with it 0.221 and 0.328 ms.
 
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024).
 """

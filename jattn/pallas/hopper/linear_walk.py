@@ -232,7 +232,7 @@ def write_state(x, S):
     plan = x.plan
     if plan.maps:
         index = (x.sequence * plan.walked + x.piece - int(x.reverse)) * plan.N + x.head
-        memory.st_global(x.state, (index, x.column, i32(0)), S, i32(COLUMNS))
+        linear_tiles.st_global_paired(x.state, index, x.column, S)
     elif plan.pieces == 1:
         _write_final(x, S)
     else:
