@@ -120,8 +120,7 @@ def test_maps_in_turn(capfd):
     maps[..., D:, :] /= np.sqrt(H)
     state = rng.standard_normal((1, N, H, D)).astype(np.float32)
     run = quickly(lambda maps, state: linear_combine.launch(plan, maps, state, reverse=True, interpret=True))
-    paired = np.swapaxes(maps.reshape(-1, D + H, H // 16, 2, 8), -1, -2).reshape(-1, D + H, H)  # as the maps lie there
-    found = np.asarray(run(paired, np.swapaxes(state, -1, -2))).reshape(pieces, N, H, D)
+    found = np.asarray(run(maps.reshape(-1, D + H, H), np.swapaxes(state, -1, -2))).reshape(pieces, N, H, D)
     want = [state[0].astype(np.float64)]
     for one in maps[::-1]:
         own, matrix = (np.swapaxes(x.astype(np.float64), -1, -2) for x in (one[:, :D], one[:, D:]))

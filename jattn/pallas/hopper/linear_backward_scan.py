@@ -31,7 +31,7 @@ from jax import lax
 from jattn._linear import CHUNK
 from jattn.pallas._compat import kernel, pl, plgpu
 from jattn.pallas.hopper import linear_pieces, linear_tiles, ptx
-from jattn.pallas.hopper.linear_plan import COLUMNS, Plan, copy_rows, key_head
+from jattn.pallas.hopper.linear_plan import Plan, copy_rows, key_head
 from jattn.pallas.hopper.linear_prepare import BACKWARD_VECTORS as VECTORS
 from jattn.pallas.hopper.linear_walk import (
     columns,
@@ -42,6 +42,7 @@ from jattn.pallas.hopper.linear_walk import (
     place,
     result_shapes,
     results_of,
+    send_columns,
     send_states,
     states_smem,
     store_slabs,
@@ -168,15 +169,12 @@ def _leaving(plan) -> tuple:
 
 
 def _send_leaving(x, chunk):
-    send_states(x, x.dstates, x.states_smem, chunk)
+    send_states(x, x.dstates, chunk)
 
 
 def _send_columns(x, chunk):
-    """Nothing past the last token."""
     for i, array in enumerate((x.dvalue, x.dz)[: x.out_smem.shape[1]]):
-        rows = array.at[x.batch, pl.ds(chunk * CHUNK, CHUNK), x.head]
-        for w in range(x.plan.warpgroups):
-            plgpu.copy_smem_to_gmem(x.out_smem.at[w, i], rows.at[:, pl.ds(x.first + w * COLUMNS, COLUMNS)])
+        send_columns(x, array, x.out_smem, i, chunk)
 
 
 # --- host -------------------------------------------------------------------------------------------------------------

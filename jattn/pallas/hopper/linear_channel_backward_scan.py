@@ -118,22 +118,21 @@ def _one_chunk(x, i, D):
     vector, narrow = x.matrices.vector.at[slot], D.astype(dtype)
     plgpu.barrier_wait(x.ready.at[slot])
     do = columns(x, x.do_smem.at[slot])
-    # Products and loads leave a warp in their order: what is loaded after a product waits until that has begun.
-    if x.plan.options.rule.delta:
-        beta = ld_shared_along_rows(vector.at[pl.ds(x.plan.H, CHUNK)])
     du = ptx.wgmma_rs(ptx.wgmma_rs_nt(narrow, x.update.at(slot)), do, x.A.at(slot))
     write_entering(x, narrow)
-    ptx.bar_warp_sync()
+    ptx.bar_warp_sync()  # what follows under the products
     D = D * ld_shared_along_rows(vector.at[pl.ds(0, x.plan.H)])
-    (du,) = ptx.wgmma_wait_group(0, du)
-    left = du.astype(dtype)
     if x.plan.options.rule.delta:
-        (dz,) = ptx.wgmma_wait_group(0, ptx.wgmma_rs(ptx.zeros(CHUNK), left, x.T.at(slot)))
+        beta = ld_shared_along_rows(vector.at[pl.ds(x.plan.H, CHUNK)])
+    (du,) = ptx.wgmma_wait_group(0, du)
+    written = du.astype(dtype)
+    if x.plan.options.rule.delta:
+        (dz,) = ptx.wgmma_wait_group(0, ptx.wgmma_rs(ptx.zeros(CHUNK), written, x.T.at(slot)))
     D = ptx.wgmma_rs(D, do, x.query.at(slot))
     if x.plan.options.rule.delta:
-        D, left = ptx.wgmma_rs(D, (dz * beta).astype(dtype), x.erase.at(slot)), dz.astype(dtype)
+        D, written = ptx.wgmma_rs(D, (dz * beta).astype(dtype), x.erase.at(slot)), dz.astype(dtype)
     if outputs:
-        write_out(x, left)  # while the tensor core is at D
+        write_out(x, written)  # while the tensor core is at D
     (D,) = ptx.wgmma_wait_group(0, D)
     plgpu.barrier_arrive(x.free.at[slot])
     return D

@@ -163,34 +163,10 @@ def _one_piece(x, piece, place, carry):
     q_sums, k_sums, beta_sums = carry
     delta = x.plan.options.rule.delta
     state = _between_blocks(x, piece, place, beta_sums)
-    q, k = _operands(x, piece)
-    sums = tiles.ld_sums(x.sums, piece)
     pieces = x.plan.H // tiles.PIECE
     across = [own.ld_global_tile(x.parts.across, x.tile + i * pieces + piece) for i in range(2 + delta)]
-
-    def squares():
-        return [products.ld_own(square) for square in x.squares] + [None] * (not delta)
-
-    def one_level(i, state, known):
-        bit = lax.shift_right_logical(i32(tiles.LEVELS[0]), _int(i))
-        return products.add_level(state, q, k, sums, products.ld_anchors(x.sums, piece, bit), *known, bit)
-
-    def levels(state):
-        known = squares()
-        add = lambda i, state: one_level(i, state, known)  # noqa: E731
-        return lax.fori_loop(i32(0), ptx.once() * len(tiles.LEVELS), add, state)
-
-    def block(state):
-        shifted = sums + jnp.float32(tiles.shift(x.plan.options))
-        add = lambda _, state: products.add_blocks(state, q, k, shifted, *squares())  # noqa: E731
-        return lax.fori_loop(i32(0), ptx.once(), add, state)
-
-    if tiles.shift(x.plan.options) is None:
-        state = levels(state)
-    elif x.strong is None:
-        state = block(state)
-    else:
-        state = lax.cond(tiles.any_strong(x.strong, piece), levels, block, state)
+    state = _within_blocks(x, piece, state)
+    (q, k), sums = _operands(x, piece), tiles.ld_sums(x.sums, piece)
     dq, dk, w, *rest = state
     dq, dk = dq + x.diagonal * k, dk + x.diagonal * q
     dq, dk, w, to_end = _with_states(x, piece, across, q, k, sums, dq, dk, w)
@@ -205,6 +181,37 @@ def _one_piece(x, piece, place, carry):
     else:
         _write(x, piece, dq, dk)
     return q_sums, k_sums, rest[0] if delta else beta_sums
+
+
+def _within_blocks(x, piece, state):
+    """Adds what pairs of different tokens of a block of 16 give, see `add_level`."""
+    by_levels, at_once = (lambda state, add=add: add(x, piece, state) for add in (_by_levels, _at_once))
+    if tiles.shift(x.plan.options) is None:
+        return by_levels(state)
+    if x.strong is None:
+        return at_once(state)
+    return lax.cond(tiles.any_strong(x.strong, piece), by_levels, at_once, state)
+
+
+def _by_levels(x, piece, state):
+    (q, k), sums, squares = _operands(x, piece), tiles.ld_sums(x.sums, piece), _squares(x)
+
+    def one_level(i, state):
+        bit = lax.shift_right_logical(i32(tiles.LEVELS[0]), _int(i))
+        return products.add_level(state, q, k, sums, products.ld_anchors(x.sums, piece, bit), *squares, bit)
+
+    return lax.fori_loop(i32(0), ptx.once() * len(tiles.LEVELS), one_level, state)
+
+
+def _at_once(x, piece, state):
+    (q, k), sums = _operands(x, piece), tiles.ld_sums(x.sums, piece)
+    sums = sums + jnp.float32(tiles.shift(x.plan.options))
+    add = lambda _, state: products.add_blocks(state, q, k, sums, *_squares(x))  # noqa: E731
+    return lax.fori_loop(i32(0), ptx.once(), add, state)
+
+
+def _squares(x):
+    return [products.ld_own(square) for square in x.squares] + [None] * (not x.plan.options.rule.delta)
 
 
 def _between_blocks(x, piece, place, beta_sums):

@@ -193,6 +193,7 @@ def sum_log_decays(x, first=0):
     A_log = None if x.A_log is None else x.A_log[x.head]
     bias = None if x.dt_bias is None else tiles.ld_global_channel(x.dt_bias, x.head, first, channels)
 
+    least = None if x.strong is None else -2.0 * tiles.shift(options)
     raw_gates = tiles.ld_global_channels(x.g, x.batch, x.chunk * CHUNK, x.head, first, x.rows, channels)
     for i, raw in enumerate(raw_gates):
         if options.gate == "bounded":
@@ -201,7 +202,7 @@ def sum_log_decays(x, first=0):
         else:
             g = jnp.maximum(gates.log_decay(options, raw, A_log, bias), gates.LEAST)
         rows = None if options.gate in (None, "clipped") else x.rows
-        tiles.st_sums(x.sums, i, g, rows, x.strong, options)
+        tiles.st_sums(x.sums, i, g, rows, x.strong, least)
     plgpu.commit_smem()
 
 
@@ -274,8 +275,7 @@ def _narrow(x, *arrays):
 
 def _add_mild(x, piece, i, found):
     """Adds products within blocks with one anchor. Returns them, and queries and keys as rows of the other products."""
-    (q, k), sums = _operands(x, piece), _shifted(x, tiles.ld_sums(x.sums, i))
-    left = [tiles.decayed(a, sums) for a in (q, k)]
+    k, sums, left = _of_one_anchor(x, piece, i)
     return _add_one_anchor(x, left, tiles.decayed(k, -sums), found), _unshifted(x, left)
 
 
@@ -285,12 +285,16 @@ def _add_strong(x, piece, i, found):
     load = lambda: (*_operands(x, piece), tiles.ld_sums(x.sums, i))  # noqa: E731
     levels = zip(tiles.LEVELS, found, strict=True)  # each loads anew what there are no registers to keep
     found = [_add_level(x, i, bit, *load(), a, strong=True) for bit, a in levels]
-    q, k, sums = load()
-    sums = _shifted(x, sums)
-    left = [tiles.decayed(a, sums) for a in (q, k)]
+    k, sums, left = _of_one_anchor(x, piece, i)
     right = tiles.decayed(k, jnp.minimum(-sums, jnp.float32(tiles.shift(x.plan.options))))
     mild = _mild(x, sums)
     return _add_one_anchor(x, [jnp.where(mild, a, 0.0) for a in left], right, found), _unshifted(x, left)
+
+
+def _of_one_anchor(x, piece, i) -> tuple:
+    """Keys, exponents, and queries and keys as rows."""
+    (q, k), sums = _operands(x, piece), _shifted(x, tiles.ld_sums(x.sums, i))
+    return k, sums, [tiles.decayed(a, sums) for a in (q, k)]
 
 
 def _shifted(x, sums):

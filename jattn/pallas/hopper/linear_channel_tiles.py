@@ -39,8 +39,8 @@ def shift(options) -> int | None:
     """Where gates are mild, products within a block of 16 take one anchor, in its middle: 2 to the power of this times
     what decayed since the block began, with vectors no longer than 1 neither overflows nor underflows. Decays bounded
     to a few nats a token are (`surely_mild`), of others those whose sums are not below −2 · shift. None if vectors may
-    be longer."""
-    if not options.qk_l2norm or options.scale is None or abs(options.scale) > 2.0**32:
+    be longer, or much shorter by their scale."""
+    if not options.qk_l2norm or options.scale is None or not 2.0**-32 <= abs(options.scale) <= 2.0**32:
         return None
     return round(-(options.lower_bound if surely_mild(options) else _USUAL_BOUND) * LOG2_E * BLOCK / 2)
 
@@ -120,15 +120,14 @@ def ld_global_channel(ref, head, first, channels: int) -> jax.Array:
     return load(ref, *(jnp.asarray(x, jnp.int32) for x in (head, first)))
 
 
-def st_sums(ref, i: int, g: jax.Array, rows, strong=None, options=None) -> None:
+def st_sums(ref, i: int, g: jax.Array, rows, strong=None, least=None) -> None:
     """Stores the running sums, to the base of two, of the log decays of a thread's i-th block of 16 tokens to its rows
     of float32 `ref [64, pitch]`; tokens from `rows` on, of the chunk, do not decay (None: g is 0 there).
 
     Args:
         strong: int32 `[pieces, 4]` in shared memory (`strong_smem`), or None: set where a block, in one of a piece's 32
-            channels, decays more than one anchor bears.
+            channels, sums up to less than `least`.
     """
-    least = 0 if strong is None else -2.0 * shift(options)
     count = _blocks_of_a_thread(channels := ref.shape[1] - _PADDING)
     if interpreting():
         for part, mine in enumerate(g.reshape(-1, BLOCK, channels)):
@@ -201,8 +200,8 @@ def st_other_sums(sums, ref) -> None:
     it; all warps have met since the sums were stored."""
     if interpreting():
         ends = sums[:, pl.ds(0, ref.shape[1])][BLOCK - 1 :: BLOCK]
-        before = jnp.cumsum(ends, axis=0) - ends
-        ref[...] = jnp.concatenate([before, jnp.sum(ends, axis=0) - before - ends])
+        before = lambda ends: jnp.cumsum(jnp.roll(ends, 1, axis=0).at[0].set(0), axis=0)  # noqa: E731
+        ref[...] = jnp.concatenate([before(ends), before(ends[::-1])[::-1]])
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
@@ -518,27 +517,6 @@ def assembled(blocks, own) -> jax.Array:
         return ptx.from_scalars(found)
 
     return assemble(*blocks, own)
-
-
-# --- scan -------------------------------------------------------------------------------------------------------------
-
-
-def times_along_rows(x: jax.Array, ref) -> jax.Array:
-    """`x [64, H]` times float32 `ref [H]` in shared memory, entry c in all of column c (`ld.shared.v2.f32`)."""
-    if interpreting():
-        value = x * ref[...]
-        plgpu.commit_smem()
-        return value
-
-    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()), return_type=ptx.array_type(x.shape[1]))
-    def multiply(_, x, ref):
-        base, values = _offset(_start(ref), ptx.lane_position()[1], 4), ptx.scalars(x)
-        for i in range(0, len(values), 4):
-            pair = _ld_shared(base, 8 * i, 2)
-            values[i : i + 4] = [ptx.mul(v, pair[j % 2]) for j, v in enumerate(values[i : i + 4])]
-        return ptx.from_scalars(values)
-
-    return multiply(x, ref)
 
 
 def _rows():

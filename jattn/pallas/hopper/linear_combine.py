@@ -29,7 +29,7 @@ def _kernel(
     plan,
     reverse: bool,
     # inputs (HBM)
-    maps,  # float32 [B * (pieces - 1) * N, D + H, H]: S_own and M, transposed, as `st_global_paired` stores them
+    maps,  # float32 [B * (pieces - 1) * N, D + H, H]: S_own and M, transposed
     state,  # [B, N, H, D] or [B, N, D, H], or None
     # output (HBM)
     entering,  # float32 [B * pieces * N, H, 1, D]
@@ -52,8 +52,8 @@ def _kernel(
         """S_own and M of the i-th map on the way."""
         i = jnp.minimum(i, steps - 1)
         index = (batch * steps + (steps - 1 - i if reverse else i)) * plan.N + head
-        own = linear_tiles.ld_global_paired(maps, index, column, rows, COLUMNS)
-        return own, linear_tiles.ld_global_paired(maps, index, i32(plan.D), rows, plan.H)
+        own = linear_tiles.ld_global_tile(maps, index, column, rows, COLUMNS, transposed=True)
+        return own, linear_tiles.ld_global_tile(maps, index, i32(plan.D), rows, plan.H, transposed=True)
 
     def write(i, S):
         """S after i maps; its upper and lower bits for the products that follow."""

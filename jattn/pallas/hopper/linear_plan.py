@@ -28,7 +28,7 @@ class Plan:
     D: int
     options: Any  # the call's `Options`
     warpgroups: int  # of a thread block of the scan, that compute
-    stages: int = 2  # chunks of it that are copied ahead
+    stages: int = 0  # chunks of it that are copied ahead, by `linear_walk.with_stages`
     save: bool = False  # the state that enters each chunk, for a backward
     piece: int | None = None  # chunks that a thread block of the scan walks over; None: the whole sequence
     maps: bool = False  # the scan computes maps of pieces, see `linear_walk`

@@ -227,56 +227,6 @@ def ld_global_tile(ref, index, row, column, width: int, *, transposed: bool = Fa
     return load(ref, *(jnp.asarray(x, jnp.int32) for x in (index, row, column)))
 
 
-def st_global_paired(ref, index, row, value: jax.Array) -> None:
-    """Stores float32 `value [64, n]` to rows `[row, row + 64)` of matrix `index` of `ref [X, ·, 1, n]`, in the order
-    that `ld_global_paired` reads: of each 16 columns, c and c + 8 are neighbours (`st.global.v4.f32`)."""
-    if interpreting():
-        ref[index, pl.ds(row, TILE_ROWS), 0] = value.reshape(TILE_ROWS, -1, 2, 8).swapaxes(2, 3).reshape(value.shape)
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, WGMMA))
-    def store(_, ref, index, row, value):
-        kind, (down, right), values = ir.MemRefType(ref.type), ptx.lane_position(), ptx.scalars(value)
-        start = memory._flat(kind, (index.registers[()], arith.addi(row.registers[()], down)))
-        start = arith.addi(start, memory._wide(arith.muli(right, integer(2))))
-        pointer = memory._element_pointer(utils.memref_ptr(ref), kind.element_type, start)
-        for i in range(0, len(values), 8):
-            for half in range(2):
-                four = [values[i + 2 * half + j] for j in (0, 4, 1, 5)]
-                place = 4 * (8 * half * kind.shape[3] + 2 * i)
-                text = f"st.global.v4.f32 [$0 + {place}], {{$1, $2, $3, $4}};"
-                llvm.inline_asm(ir.Type.parse(_VOID), [pointer, *four], text, "l,f,f,f,f", has_side_effects=True)
-
-    store(ref, jnp.asarray(index, jnp.int32), jnp.asarray(row, jnp.int32), value)
-
-
-def ld_global_paired(ref, index, row, column, width: int) -> jax.Array:
-    """Rows `[row, row + width)`, as columns, and columns `[column, column + 64)`, as rows, of what `st_global_paired`
-    stored to matrix `index` of `ref [X, ·, n]`: with rows r and r + 8 side by side, a thread's two rows are one load
-    (`ld.global.v2.f32`), and loads are what there is to do."""
-    if interpreting():
-        value = ref[index, pl.ds(row, width), pl.ds(column, TILE_ROWS)]
-        return value.reshape(width, -1, 8, 2).swapaxes(2, 3).reshape(value.shape).T
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), return_type=ptx.array_type(width))
-    def load(_, ref, index, row, column):
-        kind, (thread_row, first) = ir.MemRefType(ref.type), ptx.lane_position()
-        in_block = arith.remui(thread_row, integer(8))  # of row 16 w + r it is 16 w + 2 r that holds both
-        start = memory._flat(kind, (index.registers[()], arith.addi(row.registers[()], first)))
-        start = arith.addi(start, memory._wide(arith.addi(column.registers[()], arith.addi(thread_row, in_block))))
-        pointer = memory._element_pointer(utils.memref_ptr(ref), kind.element_type, start)
-        values, pair = [None] * (width // 2), llvm.StructType.get_literal([ir.F32Type.get()] * 2)
-        for i in range(len(values)):
-            if ptx.row_of(i) == 0:
-                place = 4 * ptx.column_of(i) * kind.shape[2]
-                text = f"ld.global.v2.f32 {{$0, $1}}, [$2 + {place}];"
-                both = llvm.inline_asm(pair, [pointer], text, "=f,=f,l", has_side_effects=True)
-                values[i], values[i + 2] = (llvm.extractvalue(ir.F32Type.get(), both, [j]) for j in range(2))
-        return ptx.from_scalars(values)
-
-    return load(ref, *(jnp.asarray(x, jnp.int32) for x in (index, row, column)))
-
-
 # --- numbers of a tile ------------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from jattn.pallas.hopper.lists import i32
 _REGISTERS = {1: (248, 96), 2: (232, 40)}  # by computing warpgroups: of a thread that computes, of one that copies
 _BARRIERS = 512  # bytes
 
+
 def place(plan, walks, *, reverse: bool = False) -> dict:
     """Which warpgroup this is, and what its thread block walks over: head and first column, the piece and its first
     chunk, and how many there are.
@@ -58,19 +59,19 @@ def chunk_of(x, i):
     return x.begin + (x.chunks - 1 - i if x.reverse else i)
 
 
-def walk(x, copy_chunk, consume, leaving):
-    """Has the last warpgroup copy chunks, by `copy_chunk(x, chunk, slot)`, and the others `consume(x)`.
+def walk(x, copy_chunk, consume, sends):
+    """Has the last warpgroup copy chunks, by `copy_chunk(x, chunk, slot)`, and send what leaves; the others
+    `consume(x)`.
 
     Args:
-        leaving: what the others hand over in a chunk (`hand_over`), in its order: `send(x, chunk)` asks for copies.
+        sends: what the others hand over in a chunk (`hand_over`), in its order: `send(x, chunk)` asks for copies.
     """
-
     many, few = _REGISTERS[x.plan.warpgroups]
 
     @pl.when(x.warpgroup == x.plan.warpgroups)
     def _():
         plgpu.set_max_registers(few, action="decrease")
-        _produce(x, copy_chunk, leaving)
+        _produce(x, copy_chunk, sends)
 
     @pl.when(x.warpgroup < x.plan.warpgroups)
     def _():
@@ -79,7 +80,7 @@ def walk(x, copy_chunk, consume, leaving):
         consume(x)
 
 
-def _produce(x, copy_chunk, leaving):
+def _produce(x, copy_chunk, sends):
     """Copies chunk after chunk, each as soon as its slot is free, and sends what leaves."""
     stages = x.plan.stages
 
@@ -87,14 +88,14 @@ def _produce(x, copy_chunk, leaving):
         copy_chunk(x, chunk_of(x, i), lax.rem(i, i32(stages)))
 
     def one_chunk(i, _):
-        for which, send in enumerate(leaving[:-1]):
+        for which, send in enumerate(sends[:-1]):
             _send(x, i, which, send)
         plgpu.barrier_wait(x.free.at[lax.rem(i, i32(stages))])
         pl.when(i + stages < x.chunks)(lambda: copy(i + stages))
-        for send in leaving[-1:]:
-            _send(x, i, len(leaving) - 1, send)
+        for send in sends[-1:]:
+            _send(x, i, len(sends) - 1, send)
 
-    for which in range(len(leaving)):
+    for which in range(len(sends)):
         plgpu.barrier_arrive(x.left.at[which])
     lax.fori_loop(0, jnp.minimum(x.chunks, i32(stages)), lambda i, _: copy(i), None)
     lax.fori_loop(0, x.chunks, one_chunk, None)
@@ -113,7 +114,7 @@ def hand_over(x, which: int, write):
     cycles of it.
 
     Args:
-        which: of `leaving`.
+        which: of `sends`.
     """
     plgpu.barrier_wait(x.left.at[which])
     write()
@@ -177,9 +178,14 @@ def write_out(x, o):
 
 
 def _send_out(x, chunk):
+    send_columns(x, x.out, x.out_smem, 0, chunk)
+
+
+def send_columns(x, array, smem, part: int, chunk):
+    """A chunk's rows of `array [B, T, N, D]`, from `smem [warpgroups, parts, 64, 64]`; nothing past the last token."""
     for w in range(x.plan.warpgroups):
-        rows = x.out.at[x.batch, pl.ds(chunk * CHUNK, CHUNK), x.head, pl.ds(x.first + w * COLUMNS, COLUMNS)]
-        plgpu.copy_smem_to_gmem(x.out_smem.at[w, 0], rows)  # nothing past the last token
+        rows = array.at[x.batch, pl.ds(chunk * CHUNK, CHUNK), x.head, pl.ds(x.first + w * COLUMNS, COLUMNS)]
+        plgpu.copy_smem_to_gmem(smem.at[w, part], rows)
 
 
 def write_entering(x, narrow):
@@ -195,15 +201,15 @@ def store_slabs(array, smem):
 
 
 def _send_entering(x, chunk):
-    send_states(x, x.states, x.states_smem, chunk)
+    send_states(x, x.states, chunk)
 
 
-def send_states(x, array, smem, chunk):
-    """A chunk's states `array [B, n, N, H, D]`, from `smem [warpgroups, slabs, 64, 64]`."""
+def send_states(x, array, chunk):
+    """A chunk's states `array [B, n, N, H, D]`, from `states_smem`."""
     for w in range(x.plan.warpgroups):
         for slab in range(ptx.slabs(x.plan.H)):
             rows = array.at[x.batch, chunk, x.head, pl.ds(slab * ptx.SLAB, ptx.SLAB)]
-            plgpu.copy_smem_to_gmem(smem.at[w, slab], rows.at[:, pl.ds(x.first + w * COLUMNS, COLUMNS)])
+            plgpu.copy_smem_to_gmem(x.states_smem.at[w, slab], rows.at[:, pl.ds(x.first + w * COLUMNS, COLUMNS)])
 
 
 def states_smem(plan) -> dict:
@@ -232,7 +238,7 @@ def write_state(x, S):
     plan = x.plan
     if plan.maps:
         index = (x.sequence * plan.walked + x.piece - int(x.reverse)) * plan.N + x.head
-        linear_tiles.st_global_paired(x.state, index, x.column, S)
+        memory.st_global(x.state, (index, x.column, i32(0)), S, i32(COLUMNS))
     elif plan.pieces == 1:
         _write_final(x, S)
     else:
