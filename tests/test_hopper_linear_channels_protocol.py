@@ -26,11 +26,12 @@ def steps_of(chunk, slabs, delta, scores):
     for s in range(slabs):
         g, tiles = (chunk, s), [("own", f"{x}{s}", f"raw{chunk}") for x in "qk"]
         factors = ("own", "rows", chunk), ("all", "sums", g)
-        yield from (("write", "sums", g), ("meet",), ("all", "sums", g), ("write", f"decay{s}", g))
+        yield from (("write", part, g) for part in ("sums", *["strong"] * scores))
+        yield from (("meet",), ("all", "sums", g), ("write", f"decay{s}", g))
         yield "write", "others", g
         if scores:
             yield from (tiles[1], *factors, ("write", f"right{s}", f"end{chunk}"), ("meet",))
-            yield from (*tiles, *factors, ("all", f"right{s}", f"end{chunk}"))
+            yield from (("all", "strong", g), *tiles, *factors, ("all", f"right{s}", f"end{chunk}"))
         yield from (("meet",), *tiles, *factors, ("all", "others", g))
         made = {f"right{s}": "update", f"q{s}": "query"} | ({f"k{s}": "erase"} if delta else {})
         yield from (("write", part, f"{name}{chunk}") for part, name in made.items())
