@@ -117,6 +117,11 @@ def loud(p):
     return dataclasses.replace(p, g=np.where(np.random.default_rng(9).random(p.g.shape) < 0.1, np.float32(60), p.g))
 
 
+def long_queries(p):
+    """Of 1e24, which 2^58 would make infinite."""
+    return dataclasses.replace(p, query=(1e24 * p.query.astype(np.float32)).astype(BF16))
+
+
 CASES = {
     "mixed gates": (make(), {}),
     "gates at -5": (make(gates="bound"), {}),
@@ -136,6 +141,7 @@ CASES = {
     "a strong decay alone": (alone(make(T=64, N=4)), {}),
     "strong softplus, groups, narrow": (loud(make(T=17, N=2, H=64, gate="softplus", scale=0.3)), {}),
     "about the limit, no norm": (straddling(make(gates="slow", qk_l2norm=False)), {}),
+    "long queries, no norm": (long_queries(make(gates="slow", qk_l2norm=False)), {}),
     "strong decays, no norm": (strong(make(qk_l2norm=False)), {}),
     "without the delta rule": (problem(GLA, B=1, T=130, K=1, N=1, H=128, D=64, dtype=BF16), {}),
 }
