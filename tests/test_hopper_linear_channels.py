@@ -69,6 +69,59 @@ def saturated(seed=4):
     return dataclasses.replace(p, g=np.where(runs, np.float32(30), np.float32(-30)))
 
 
+def straddling(p):
+    """One token of each block of 16 decays by about 2^-115.5 in some channels, and the others by 2^-0.1: sums cross
+    2^-116, up to which a block has one anchor, in its midst, and the tokens on both sides have weight for one another.
+    """
+    shape, rng = p.g.shape, np.random.default_rng(6)
+    here = np.arange(shape[1])[:, None, None] % 16 == rng.integers(0, 8, shape[-1])
+    log2 = np.where(here, rng.uniform(-116.2, -114.8, shape), -0.1)
+    some = rng.random(shape[-1]) < np.repeat([0.1, 1.0, 0.0, 0.5], shape[-1] // 4)
+    return dataclasses.replace(p, g=np.where(some, np.log(2) * log2, p.g).astype(np.float32))
+
+
+def strong(p):
+    """Nothing decays but, in some channels of the second and third 32, all tokens of blocks of 16 by exp(-20) or
+    exp(-128) each, or a token here and there."""
+    shape, rng = p.g.shape, np.random.default_rng(7)
+    some = rng.random(shape[-1]) < np.repeat([0.0, 0.5, 0.5, 0.0], shape[-1] // 4)
+    kinds = rng.choice([0, -20, -128], (-(-shape[1] // 16), shape[-1]))
+    blocks = np.repeat(kinds, 16, axis=0)[None, : shape[1], None]
+    tokens = rng.choice([0, -20, -128], shape, p=[0.8, 0.1, 0.1])
+    chosen = np.where(np.arange(shape[1])[:, None, None] // 16 % 2 == 0, blocks, tokens)
+    return dataclasses.replace(p, g=np.where(some, chosen, 0).astype(np.float32))
+
+
+def alone(p):
+    """Two tokens of one block of 16 decay by exp(-128), in one channel; each head has another block and piece of 32."""
+    g = np.full_like(p.g, -1e-3)
+    for head, (block, piece) in enumerate([(0, 2), (1, 0), (2, 3), (3, 1)]):
+        g[:, 16 * block + 3 : 16 * block + 5, head, 32 * piece + 9 * head] = -128
+    return dataclasses.replace(p, g=g)
+
+
+#: Of all sizes, to the largest.
+LOG_DECAYS = -np.float32([0, 1e-45, 1e-38, 1e-6, 0.1, 4.9, 5.02, 5.04, 7, 20, 88, 127.9, 128, 1e3, 1e30, 3.4028235e38])
+
+
+def any_decays(p, least=-np.inf):
+    """Whole blocks of 16 of one log decay in a channel, and blocks of all."""
+    shape, rng = p.g.shape, np.random.default_rng(8)
+    tokens = rng.choice(LOG_DECAYS, shape)
+    blocks = np.repeat(rng.choice(LOG_DECAYS, (shape[0], -(-shape[1] // 16), *shape[2:])), 16, axis=1)[:, : shape[1]]
+    return dataclasses.replace(p, g=np.maximum(np.where(rng.random(shape[-1]) < 0.5, tokens, blocks), least))
+
+
+def loud(p):
+    """Raw gates of which some are large."""
+    return dataclasses.replace(p, g=np.where(np.random.default_rng(9).random(p.g.shape) < 0.1, np.float32(60), p.g))
+
+
+def long_queries(p):
+    """Of 1e24, which 2^58 would make infinite."""
+    return dataclasses.replace(p, query=(1e24 * p.query.astype(np.float32)).astype(BF16))
+
+
 CASES = {
     "mixed gates": (make(), {}),
     "gates at -5": (make(gates="bound"), {}),
@@ -83,6 +136,13 @@ CASES = {
     "clipped": (make(T=66, gate="clipped"), {}),
     "softplus, groups, narrow": (make(T=17, N=2, H=64, gate="softplus", scale=0.3), {}),
     "one token, no state": (make(T=1, state=False, qk_l2norm=False), {}),
+    "decays about the limit of one anchor": (straddling(make(gates="slow")), {}),
+    "strong decays in some blocks and channels": (strong(make()), {}),
+    "a strong decay alone": (alone(make(T=64, N=4)), {}),
+    "strong softplus, groups, narrow": (loud(make(T=17, N=2, H=64, gate="softplus", scale=0.3)), {}),
+    "about the limit, no norm": (straddling(make(gates="slow", qk_l2norm=False)), {}),
+    "long queries, no norm": (long_queries(make(gates="slow", qk_l2norm=False)), {}),
+    "strong decays, no norm": (strong(make(qk_l2norm=False)), {}),
     "without the delta rule": (problem(GLA, B=1, T=130, K=1, N=1, H=128, D=64, dtype=BF16), {}),
 }
 
@@ -158,6 +218,43 @@ def test_a_prefix_is_bit_equal(capfd):
     first = {name: x[:1] for name, x in p.arrays().items()}
     part, _ = emulated(described(dataclasses.replace(p, **first).tokens(0, 70)), capfd)
     np.testing.assert_array_equal(np.asarray(whole)[:1, :70], np.asarray(part))
+
+
+def decays_of(p, changes):
+    """The problem with other log decays: of tokens and channels."""
+    g = p.g.copy()
+    for (tokens, channels), log_decay in changes.items():
+        g[:, tokens, :, channels] = log_decay
+    return dataclasses.replace(p, g=g)
+
+
+SOME, OTHERS = slice(5, 40, 3), slice(70, 71)
+LATER = {  # than which: what changes, and what it changes in
+    "in the midst of a block": (25, {(25, SOME): -128}, {}),
+    "in a channel of a block of which others are strong": (28, {(28, SOME): -90}, {(20, OTHERS): -128, (18, SOME): -3}),
+    "the last of a block": (31, {(31, OTHERS): -85}, {(22, SOME): -60}),
+    "all of a block": (51, {(slice(51, 64), slice(0, 128)): -20}, {}),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_strong_decay_changes_no_earlier_output(name, capfd):
+    """Nor a bit of it, in the same block of 16."""
+    token, changes, given = LATER[name]
+    p = decays_of(make(gates="slow"), given)
+    (mild, _), (strong, _) = (emulated(described(x), capfd) for x in (p, decays_of(p, changes)))
+    np.testing.assert_array_equal(np.asarray(mild)[:, :token], np.asarray(strong)[:, :token])
+    assert not np.array_equal(np.asarray(mild)[:, token], np.asarray(strong)[:, token])
+
+
+def test_any_log_decay_is_as_good_as_one_of_128(capfd):
+    """None is too large: all that a state held is 0 then."""
+    p, least = any_decays(make()), any_decays(make(), -128)
+    (out, state), (want, last) = (emulated(described(x), capfd) for x in (p, least))
+    assert np.isfinite(np.asarray(out).astype(np.float32)).all() and np.isfinite(np.asarray(state)).all()
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(want))
+    np.testing.assert_array_equal(np.asarray(state), np.asarray(last))
+    hold(least, out, state)
 
 
 # Dispatch

@@ -11,7 +11,18 @@ import numpy as np
 import oracle_linear
 import pytest
 from linear_cases import cotangents, hold, quickly
-from test_hopper_linear_channels import BF16, COMPILED, alike, described, empty_call, forgetful, make, turned
+from test_hopper_linear_channels import (
+    BF16,
+    COMPILED,
+    alike,
+    described,
+    empty_call,
+    forgetful,
+    make,
+    straddling,
+    strong,
+    turned,
+)
 
 from jattn._linear import Context
 from jattn.pallas import linear_chunk as mosaic
@@ -46,6 +57,8 @@ CASES = {
     "bounded gate at its bound": (short(at_the_bound()), {}),
     "clipped": (short(make(gate="clipped")), {}),
     "softplus, groups, narrow": (make(T=17, N=2, H=64, gate="softplus", scale=0.3), {}),
+    "decays about the limit of one anchor": (short(straddling(make(gates="slow"))), {}),
+    "strong decays in some blocks and channels": (short(strong(make())), {}),
     "without the delta rule, groups": (dataclasses.replace(make(T=17, N=2), **GLA), {}),
 }
 GPU_CASES = CASES | {

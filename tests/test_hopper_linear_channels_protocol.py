@@ -16,10 +16,11 @@ def steps_of(chunk, slabs, delta, scores):
     """What each warp does with a chunk, in order: write its own quarter of a part as the named version, read its own
     quarter or all of a version, meet the others; or let warp 0 begin a copy to HBM, of one part or more, which reads
     all quarters until it ends, wait until at most n of them are under way and meet, or load q and k."""
+    sums_of = lambda g: [*(("write", x, g) for x in ("sums", *["strong"] * scores)), ("meet",)]  # noqa: E731
     yield from (("wait", 0), ("load", chunk))
     if delta:
         yield "write", "beta", chunk
-    yield from (("write", "sums", (chunk, 0)), ("meet",))
+    yield from sums_of((chunk, 0))
     yield "loaded", chunk
     for s in range(slabs):
         yield from (("all", f"{x}{s}", f"raw{chunk}") for x in "qk")
@@ -28,11 +29,11 @@ def steps_of(chunk, slabs, delta, scores):
         g, tiles = (chunk, s), [("own", f"{x}{s}", f"raw{chunk}") for x in "qk"]
         factors = ("own", "rows", chunk), ("all", "sums", g)
         if s:
-            yield from (("write", "sums", g), ("meet",))
+            yield from sums_of(g)
         yield from (("all", "sums", g), ("write", f"decay{s}", g), ("write", "others", g))
         if scores:
             yield from (tiles[1], *factors, ("write", f"right{s}", f"end{chunk}"), ("meet",))
-            yield from (*tiles, *factors, ("all", f"right{s}", f"end{chunk}"))
+            yield from (("all", "strong", g), *tiles, *factors, ("all", f"right{s}", f"end{chunk}"))
         yield from (("meet",), *tiles, *factors, ("all", "others", g))
         made = {f"right{s}": "update", f"q{s}": "query"} | ({f"k{s}": "erase"} if delta else {})
         yield from (("write", part, f"{name}{chunk}") for part, name in made.items())

@@ -1,60 +1,146 @@
 """The barrier protocols of the chunk kernels as simulations under random interleavings (see test_hopper_protocol).
 
-Of the scan: a slot is not refilled under a product of either warpgroup, and every phase of a barrier is waited for. Of
-the preparation, warp by warp: nothing that a product of another warp or a copy reads is written meanwhile.
+Of the scan: a slot is not refilled under a product of either warpgroup, what leaves is not written while a store reads
+it, nor sent before it is written, and every phase of a barrier is waited for. Of the preparation, warp by warp: nothing
+that a product of another warp or a copy reads is written meanwhile.
 """
+
+import itertools
 
 import pytest
 from barriers import MBarrier, Memory, Simulation
 
+SLOTS, ROOMS, UNSEEN, DEADLOCK = "slots[", "rooms[", "a phase was not waited for", "deadlock"
+#: What may be wrong with a walk over chunks, what is found then, and with how many things that leave. The last thing of
+#: a chunk has been written where its slot is free: of that alone nothing is sent too early.
+WRONG = [
+    ("a slot is copied into at once", SLOTS, (0, 1, 2)),
+    ("a slot is released early", SLOTS, (0, 1, 2)),
+    ("one warpgroup alone releases a slot", DEADLOCK, (0, 1, 2)),
+    ("left is not waited for", ROOMS, (1, 2)),
+    ("left is given early", ROOMS, (1, 2)),
+    ("left is not given at first", DEADLOCK, (1, 2)),
+    ("left is given at last", UNSEEN, (1, 2)),
+    ("written is not waited for", UNSEEN, (1,)),
+    ("written is not waited for", ROOMS, (2,)),
+    ("written is waited for a chunk early", ROOMS, (2,)),
+    ("written is arrived at early", ROOMS, (2,)),
+    ("one warpgroup alone has written", ROOMS, (2,)),
+]
 
-def simulate_scan(chunks, seed, *, warpgroups, stages=3, early_release=False):
-    sim = Simulation(seed)
-    slots, ready = Memory(sim, "slots"), [MBarrier(1) for _ in range(stages)]
-    free = [MBarrier(warpgroups) for _ in range(stages)]
 
-    def producer():
-        for i in range(chunks):
-            slot = i % stages
-            if i >= stages:
-                yield free[slot].wait("producer")
-            if slots.readers.get(slot):
-                sim.hazards.append("copied under a product")
-            sim.later(lambda slot=slot, i=i: (slots.write(slot, i), ready[slot].arrive()))
+class _Walk:
+    """The thread block of `linear_walk`: a producer, and warpgroups that hand over `things` of each chunk, the last one
+    at its end and any other at its beginning."""
+
+    def __init__(self, seed, chunks, *, warpgroups, stages=3, things=1, wrong=None):
+        self.sim, self.chunks, self.wrong = Simulation(seed), chunks, wrong
+        self.stages, self.things, self.warpgroups = stages, things, warpgroups
+        self.slots, self.rooms = Memory(self.sim, "slots"), Memory(self.sim, "rooms")
+        free, written = (
+            1 if wrong == f"one warpgroup alone {does}" else warpgroups for does in ("releases a slot", "has written")
+        )
+        self.ready, self.free = ([MBarrier(n) for _ in range(stages)] for n in (1, free))
+        self.written, self.left = ([MBarrier(n) for _ in range(things)] for n in (written, 1))
+
+    def run(self):
+        self.sim.start(self.producer())
+        for w in range(self.warpgroups):
+            self.sim.start(self.consumer(w))
+        found = self.sim.run()
+        if found == "ok" and self.unseen():
+            return UNSEEN
+        return "; ".join([*self.sim.hazards, found]) if found == DEADLOCK else found
+
+    def unseen(self):
+        """Whether one of those that wait for a barrier has not seen all of its phases."""
+        consumers, producer = range(self.warpgroups), ["producer"]
+        pairs = [(self.ready, consumers), (self.left, consumers), (self.free, producer), (self.written, producer)]
+        return any(b.phase != b.seen.get(who, 0) for barriers, whos in pairs for b in barriers for who in whos)
+
+    # The producer
+
+    def producer(self):
+        for barrier in self.left if self.wrong != "left is not given at first" else ():
+            barrier.arrive()
+        for i in range(min(self.chunks, self.stages)):
+            yield from self.copy(i)
+        for i in range(self.chunks):
+            for which in range(self.things - 1):
+                yield from self.send(i, which)
+            if self.wrong != "a slot is copied into at once":
+                yield self.free[i % self.stages].wait("producer")
+            if i + self.stages < self.chunks:
+                yield from self.copy(i + self.stages)
+            if self.things:
+                yield from self.send(i, self.things - 1)
+
+    def copy(self, i):
+        slot = i % self.stages
+        if self.slots.readers.get(slot):
+            self.sim.hazards.append(f"slots[{slot}] copied into under a product")
+        self.sim.later(lambda: (self.slots.write(slot, i), self.ready[slot].arrive()))
+        yield None
+
+    def send(self, i, which):
+        early = self.wrong == "written is waited for a chunk early" and i == 0
+        if self.wrong != "written is not waited for" and not early:
+            yield self.written[which].wait("producer")
+        yield None
+        for w in range(self.warpgroups):
+            self.rooms.begin((which, w), i)
+            self.sim.later(lambda w=w: self.rooms.end((which, w)))
+        if self.wrong != "left is given early":
+            yield lambda: not any(self.rooms.readers.values())
+        if i + 1 < self.chunks or self.wrong == "left is given at last":
+            self.left[which].arrive()
+
+    # A warpgroup
+
+    def consumer(self, w):
+        for i in range(self.chunks):
+            slot = i % self.stages
+            yield self.ready[slot].wait(w)
+            self.slots.begin(slot, i)  # the products of the chunk
             yield None
-        for i in range(max(chunks - stages, 0), chunks):
-            yield free[i % stages].wait("producer")
-
-    def consumer(w):
-        for i in range(chunks):
-            slot = i % stages
-            yield ready[slot].wait(w)
-            slots.begin(slot, i)  # the products of the chunk
-            yield None
-            if early_release:
-                free[slot].arrive()
+            if self.wrong == "a slot is released early":
+                self.free[slot].arrive()
                 yield None
-            slots.end(slot)
-            if not early_release:
-                free[slot].arrive()
+            for which in range(self.things):
+                yield from self.hand_over(i, w, which)
+            self.slots.end(slot)
+            if self.wrong != "a slot is released early":
+                self.free[slot].arrive()
             yield None
 
-    sim.start(producer())
-    for w in range(warpgroups):
-        sim.start(consumer(w))
-    found = sim.run()
-    unseen = any(b.phase != b.seen.get("producer", 0) for b in free)
-    return "a phase was not waited for" if found == "ok" and unseen else found
+    def hand_over(self, i, w, which):
+        if self.wrong != "left is not waited for":
+            yield self.left[which].wait(w)
+        if self.wrong == "written is arrived at early":
+            self.written[which].arrive()
+        yield None
+        self.rooms.write((which, w), i)
+        yield None
+        if self.wrong != "written is arrived at early":
+            self.written[which].arrive()
+        yield None
 
 
+@pytest.mark.parametrize("things", [0, 1, 2])
+@pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("warpgroups", [1, 2])
-@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 11])
-def test_the_scan(warpgroups, chunks):
-    assert {simulate_scan(chunks, seed, warpgroups=warpgroups) for seed in range(60)} == {"ok"}
+@pytest.mark.parametrize("chunks", range(1, 12))
+def test_the_scan(chunks, warpgroups, stages, things):
+    how = dict(warpgroups=warpgroups, stages=stages, things=things)
+    assert {_Walk(seed, chunks, **how).run() for seed in range(30)} == {"ok"}
 
 
-def test_a_slot_released_early_is_seen():
-    assert {simulate_scan(11, seed, warpgroups=2, early_release=True) for seed in range(60)} != {"ok"}
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("wrong, finding, leaving", WRONG)
+def test_a_wrong_scan_is_seen(wrong, finding, leaving, stages):
+    for things, warpgroups in itertools.product(leaving, [2] if "alone" in wrong else [1, 2]):
+        how = dict(warpgroups=warpgroups, stages=stages, things=things, wrong=wrong)
+        assert any(finding in _Walk(seed, 11, **how).run() for seed in range(60))
 
 
 class _Meeting:
