@@ -169,7 +169,7 @@ def _add_level(state, q, k, sums, anchor, squares, bit):
 
 def add_blocks(state, q, k, sums, dA, dL) -> tuple:
     """As `add_level`, at once what all pairs of different tokens of a block give; `sums` are from an anchor in its
-    middle, see `linear_channel_tiles.shift`."""
+    middle, see `linear_channel_tiles.shift`. Products of less than 2^-68 with dA or dL may underflow on the way."""
     squares = [dA] if dL is None else [dA, dL]
     if interpreting():
         return _add_blocks(state, q, k, sums, squares)
