@@ -130,7 +130,6 @@ def _one_chunk(x, i, D):
     narrow, do = D.astype(dtype), columns(x, x.do_smem.at[slot])
     # Products and loads leave a warp in their order: what is loaded after a product waits until that has begun.
     last, update = x.vectors_smem[slot, VECTORS.index("last"), 0], vector("update")
-    weighted = (do.astype(jnp.float32) * vector("query")).astype(dtype)
     r = ptx.wgmma_rs_nt(narrow, x.k.at(slot))
     du = linear_tiles.wgmma_rs_nn(do, x.A.at(slot))
     if outputs:
@@ -140,7 +139,7 @@ def _one_chunk(x, i, D):
     D = D * last
     if x.inverse is not None:
         dz = linear_tiles.wgmma_rs_nn(du.astype(dtype), x.M.at(slot))
-    D = ptx.wgmma_rs(D, weighted, x.q_rows.at(slot))
+    D = ptx.wgmma_rs(D, (do.astype(jnp.float32) * vector("query")).astype(dtype), x.q_rows.at(slot))
     written = (du,)
     if x.inverse is not None:
         (dz,) = ptx.wgmma_wait_group(1, dz)
