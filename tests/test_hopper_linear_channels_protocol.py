@@ -9,18 +9,20 @@ import pytest
 from barriers import Simulation
 
 CHUNKS = 3
-KINDS = [(slabs, delta, scores) for slabs in (1, 2) for delta in (False, True) for scores in (False, True)]
+KINDS = list(itertools.product((1, 2), *[(False, True)] * 3))  # slabs, delta, scores, early
 
 
-def steps_of(chunk, slabs, delta, scores):
+def steps_of(chunk, slabs, delta, scores, early):
     """What each warp does with a chunk, in order: write its own quarter of a part as the named version, read its own
     quarter or all of a version, meet the others; or let warp 0 begin a copy to HBM, of one part or more, which reads
     all quarters until it ends, wait until at most n of them are under way and meet, or load q and k."""
-    sums_of = lambda g: [*(("write", x, g) for x in ("sums", *["strong"] * scores)), ("meet",)]  # noqa: E731
+    strong = scores and early  # bounded gates, the late ones, are never strong
+    sums_of = lambda g: [*(("write", x, g) for x in ("sums", *["strong"] * strong)), ("meet",)]  # noqa: E731
     yield from (("wait", 0), ("load", chunk))
     if delta:
         yield "write", "beta", chunk
-    yield from sums_of((chunk, 0))
+    if early:
+        yield from sums_of((chunk, 0))
     yield "loaded", chunk
     for s in range(slabs):
         yield from (("all", f"{x}{s}", f"raw{chunk}") for x in "qk")
@@ -28,12 +30,13 @@ def steps_of(chunk, slabs, delta, scores):
     for s in range(slabs):
         g, tiles = (chunk, s), [("own", f"{x}{s}", f"raw{chunk}") for x in "qk"]
         factors = ("own", "rows", chunk), ("all", "sums", g)
-        if s:
+        if s or not early:
             yield from sums_of(g)
         yield from (("all", "sums", g), ("write", f"decay{s}", g), ("write", "others", g))
         if scores:
             yield from (tiles[1], *factors, ("write", f"right{s}", f"end{chunk}"), ("meet",))
-            yield from (("all", "strong", g), *tiles, *factors, ("all", f"right{s}", f"end{chunk}"))
+            yield from ([("all", "strong", g)] if strong else [])
+            yield from (*tiles, *factors, ("all", f"right{s}", f"end{chunk}"))
         yield from (("meet",), *tiles, *factors, ("all", "others", g))
         made = {f"right{s}": "update", f"q{s}": "query"} | ({f"k{s}": "erase"} if delta else {})
         yield from (("write", part, f"{name}{chunk}") for part, name in made.items())

@@ -199,8 +199,8 @@ def sum_log_decays(x, first=0):
     options, channels = x.plan.options, x.others.shape[1]
     A_log = None if x.A_log is None else x.A_log[x.head]
     bias = None if x.dt_bias is None else tiles.ld_global_channel(x.dt_bias, x.head, first, channels)
-
     least = None if x.strong is None else -2.0 * tiles.shift(options)
+
     raw_gates = tiles.ld_global_channels(x.g, x.batch, x.chunk * CHUNK, x.head, first, x.rows, channels)
     for i, raw in enumerate(raw_gates):
         if options.gate == "bounded":
