@@ -162,6 +162,10 @@ MORE = {
     "wide": ("kda", dict(B=1, T=200, K=32, D=256)),
     "bounded gate, groups": ("kda", dict(B=1, T=100, K=8, gate="bounded", qk_l2norm=True)),
     "float32 decays": ("kda", dict(B=4, T=512, K=32, decays="float32", qk_l2norm=True)),
+    # Where scores spilled while both branches of the choice of anchors kept what they share.
+    "few heads": ("kda", dict(B=1, T=2000, K=8, qk_l2norm=True)),
+    "few narrow heads": ("kda", dict(B=1, T=2000, K=8, H=64, D=64, decays="float32", qk_l2norm=True)),
+    "many heads": ("kda", dict(B=4, T=2000, K=32, decays="float32", qk_l2norm=True)),
 }
 
 
