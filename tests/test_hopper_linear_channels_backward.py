@@ -123,6 +123,31 @@ def test_gradients_are_the_recurrences(name, capfd):
     check(p, emulated(*arguments(p, **options), capfd))
 
 
+def sized(arguments, power):
+    """With cotangents times this power of two."""
+    call, *given = arguments
+    return call, *(jnp.ldexp(x.astype(jnp.float32), power).astype(x.dtype) for x in given)
+
+
+SIZED = {
+    "gates near 0": short(make(gates="slow")),
+    "bounded gate at its bound": short(at_the_bound()),
+    "without the delta rule": short(dataclasses.replace(make(gates="bound"), **GLA)),
+}
+
+
+def check_sized(p, got, power):
+    """Gradients are linear in cotangents."""
+    check(p, jax.tree.map(lambda x: jnp.ldexp(x.astype(jnp.float32), -power).astype(x.dtype), got))
+
+
+@pytest.mark.parametrize("power", [-90, -45, 70])
+@pytest.mark.parametrize("name", SIZED)
+def test_cotangents_of_any_size(name, power, capfd):
+    p = SIZED[name]
+    check_sized(p, emulated(*sized(arguments(p), power), capfd), power)
+
+
 def equal(x, y):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), x, y)
 
@@ -207,6 +232,15 @@ def test_every_case_on_a_gpu(name):
     p, options = GPU_CASES[name]
     call, *given = arguments(p, **options)
     check(p, on_gpu(call.options)(call.arrays, *given), options.get("state_layout", "kv"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("power", [-90, 70])
+@pytest.mark.parametrize("name", SIZED)
+def test_cotangents_of_any_size_on_a_gpu(name, power):
+    p = SIZED[name]
+    call, *given = sized(arguments(p), power)
+    check_sized(p, on_gpu(call.options)(call.arrays, *given), power)
 
 
 @pytest.mark.gpu

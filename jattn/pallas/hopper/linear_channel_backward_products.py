@@ -4,6 +4,7 @@ plain jnp for interpret mode.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,11 @@ from jattn.pallas.hopper.linear_channel_tiles import (
     _ld_end,
     _same_rows,
 )
-from jattn.pallas.hopper.linear_tiles import _ld_shared, _offset, _transposed_addresses
+from jattn.pallas.hopper.linear_tiles import _ld_shared, _offset, _st_shared, _transposed_addresses
 from jattn.pallas.hopper.mma import _mma, _packed, _transposed
 from jattn.pallas.hopper.ptx import SCALAR, TILE_ROWS, WGMMA, i32, integer
+
+USUAL = 2.0**-40, 2.0**40  # the largest entry of a block's score gradients, with which its pairs may take one anchor
 
 
 def ld_blocks(ref, *, transposed: bool) -> jax.Array:
@@ -84,6 +87,38 @@ def ld_own(ref) -> jax.Array:
         return ptx.from_scalars([arith.ori(a[0], b[0]), a[1], b[1], arith.ori(a[3], b[3])], signed=True)
 
     return load(ref)
+
+
+def st_unusual(squares, ref) -> None:
+    """Notes in int32 `ref [1, 4]`, for each block of 16 tokens, whether a square's part of it, see `ld_own`, is not 0
+    and of a size with which `add_blocks` may overflow, or lose what is not small beside its largest entry."""
+    if interpreting():
+        tokens = jnp.arange(TILE_ROWS, dtype=jnp.int32)
+        same = tokens[:, None] // BLOCK == tokens // BLOCK
+        found = jnp.zeros(TILE_ROWS // BLOCK, bool)
+        for square in squares:
+            size = jnp.abs(jnp.where(same, square.astype(jnp.float32), 0)).reshape(-1, BLOCK * TILE_ROWS)
+            largest = jnp.max(size, axis=1)
+            found |= (largest > 0) & ~((largest >= USUAL[0]) & (largest < USUAL[1]))
+        ref[0] = found.astype(jnp.int32)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[WGMMA] * len(squares)))
+    def store(_, ref, *squares):
+        least, most = (integer((round(math.log2(x)) + 127) << 7) for x in USUAL)  # as bits of bfloat16
+        found = integer(0)
+        for words in map(ptx.scalars, squares):
+            sizes = [arith.andi(x, integer(0x7FFF)) for word in words for x in (word, arith.shrui(word, integer(16)))]
+            largest = functools.reduce(arith.maxui, sizes)
+            some, fine, huge = (
+                arith.extui(i32(), ptx.vote_any(arith.cmpi(arith.CmpIPredicate.uge, largest, x)))
+                for x in (integer(1), least, most)
+            )
+            found = arith.ori(found, arith.ori(huge, arith.subi(some, fine)))
+        place = _offset(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), _lane_and_warp()[1], 4)
+        _st_shared(place, 0, [arith.bitcast(ir.F32Type.get(), found)])  # all lanes the same
+
+    store(ref, *squares)
 
 
 def add_level(state, q, k, sums, anchor, dA, dL, bit) -> tuple:
@@ -169,7 +204,8 @@ def _add_level(state, q, k, sums, anchor, squares, bit):
 
 def add_blocks(state, q, k, sums, dA, dL) -> tuple:
     """As `add_level`, at once what all pairs of different tokens of a block give; `sums` are from an anchor in its
-    middle, see `linear_channel_tiles.shift`. Products of less than 2^-68 with dA or dL may underflow on the way."""
+    middle, see `linear_channel_tiles.shift`. Products of less than 2^-68 with dA or dL may underflow on the way, and
+    such of 2^66 overflow: see `st_unusual`."""
     squares = [dA] if dL is None else [dA, dL]
     if interpreting():
         return _add_blocks(state, q, k, sums, squares)

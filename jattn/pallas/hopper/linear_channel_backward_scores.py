@@ -65,6 +65,7 @@ def _kernel(
     others,  # float32 [8, H]: of log decays, of all blocks before each block, and of all after it
     vector,  # float32 [H + 128] or [H], see `Parts`
     strong=None,  # int32 [H / 32, 4]: where decays are too strong for one anchor, see `linear_channel_tiles.st_sums`
+    unusual=None,  # int32 [1, 4]: where score gradients are too small or large for it, see `st_unusual` of the products
     # barriers
     ready,  # TMA
     again,  # TMA
@@ -75,7 +76,7 @@ def _kernel(
     )
     vars(x).update(
         inputs, parts=parts, dq=dq, dk=dk, dg=dg, q_smem=q_smem, k_smem=k_smem, sums=sums, others=others, rooms=rooms,
-        vector=vector, strong=strong, rows=plan.T - chunk * CHUNK, tile=first_tile(plan, *x.place),
+        vector=vector, strong=strong, unusual=unusual, rows=plan.T - chunk * CHUNK, tile=first_tile(plan, *x.place),
     )  # fmt: skip
     delta, slabs = plan.options.rule.delta, ptx.slabs(plan.H)
     x.squares = [rooms.at[i : i + 1] for i in range(3, 4 + delta)]
@@ -91,6 +92,8 @@ def _kernel(
     x.norms = (None, None)
     if plan.options.qk_l2norm:
         x.norms = tuple(inverse_norms(x))
+    if unusual is not None:
+        products.st_unusual([products.ld_own(square) for square in x.squares], unusual)
     x.diagonal = along_columns(products.diagonal(x.squares[0]), tiles.PIECE)
     x.right = [
         ptx.matrix(lambda _, i=i: rooms.at[i : i + 1], CHUNK, ptx.SLAB, along_rows=True) for i in range(2 + delta)
@@ -186,11 +189,12 @@ def _one_piece(x, piece, place, carry):
 def _within_blocks(x, piece, state):
     """Adds what pairs of different tokens of a block of 16 give, see `add_level`."""
     by_levels, at_once = (lambda state, add=add: add(x, piece, state) for add in (_by_levels, _at_once))
-    if tiles.shift(x.plan.options) is None:
+    if x.unusual is None:
         return by_levels(state)
-    if x.strong is None:
-        return at_once(state)
-    return lax.cond(tiles.any_strong(x.strong, piece), by_levels, at_once, state)
+    found = tiles.any_strong(x.unusual, 0)
+    if x.strong is not None:
+        found |= tiles.any_strong(x.strong, piece)
+    return lax.cond(found, by_levels, at_once, state)
 
 
 def _by_levels(x, piece, state):
@@ -311,6 +315,7 @@ def launch(plan: Plan, inputs, parts, *, interpret=False):
             others=plgpu.SMEM((8, plan.H), jnp.float32),
             vector=plgpu.SMEM(parts.vector.shape[3:], jnp.float32),
             **tiles.strong_smem(plan.options, plan.H // tiles.PIECE),
+            **({} if tiles.shift(plan.options) is None else dict(unusual=plgpu.SMEM((1, 4), jnp.int32))),
             ready=plgpu.Barrier(num_arrivals=2 * slabs + 2 + delta),
             again=plgpu.Barrier(num_arrivals=2 * slabs),
         ),  # fmt: skip
