@@ -27,7 +27,10 @@ from test_hopper_linear_channels import (
 from jattn._linear import Context
 from jattn.pallas import linear_chunk as mosaic
 from jattn.pallas import linear_launch
+from jattn.pallas.hopper import linear_channel_backward_chunk, linear_channel_backward_scores
 from jattn.reference import linear as reference
+
+SHARED_MEMORY = 233_472  # bytes of a multiprocessor
 
 GLA = dict(beta=None, qk_l2norm=False)
 
@@ -212,6 +215,26 @@ def test_compiles_for_an_h200(name):
 
     found = aot.compile_for_h200(run, *leaves)
     assert found.clean, found
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", ["float32 decays", "bounded gate, groups", "clipped, float32 decays"])
+def test_two_thread_blocks_of_scores_fit_a_multiprocessor(name):
+    """With one, for a room of 1024 bytes more, they took half as long again."""
+    from jax.experimental.mosaic.gpu import core
+
+    op, options = (COMPILED | MORE)[name]
+    call = empty_call(op, **options)
+    plan = linear_launch.plan_of(call.arrays, call.options, 132, save=True)
+    operands = call.arrays, linear_channel_backward_chunk.Parts.shapes(plan)
+    leaves, structure = jax.tree.flatten(operands)
+
+    def run(*leaves):
+        arrays, parts = structure.unflatten(leaves)
+        return linear_channel_backward_scores.launch(plan, linear_launch._inputs(arrays), parts)
+
+    with core.artificial_shared_memory_limit(SHARED_MEMORY // 2 - 1024):  # a thread block has 1 KB of its own
+        aot.compile_for_h200(run, *leaves)
 
 
 # On a GPU

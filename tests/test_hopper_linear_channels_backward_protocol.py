@@ -6,9 +6,9 @@ that of the forward.
 import pytest
 from barriers import MBarrier, Simulation
 
-#: What each warp does, in order: write its own quarter of a part as the named version, read its own quarter or all of
-#: a version, meet the others; warp 0 begins copies into a part, which `wait` waits for, and to HBM, which read all
-#: quarters until they end.
+#: What each warp does, in order: write its own quarter of a part as the named version, or all of the part with its
+#: number (`part`), read its own quarter or all of a version, meet the others; warp 0 begins copies into a part, which
+#: `wait` waits for, and to HBM, which read all quarters until they end.
 _CHUNK = """
 fill erase in | fill S in | fill v in | fill T in | fill do in | fill dz in | wait erase | wait S | wait v | wait T
 own v in | all erase in | all S in | wait do | wait dz | own dz in | write v z | all do in | all dz in | all S in | meet
@@ -22,14 +22,17 @@ copy vector sums
 """
 
 _PIECE = """
-all right {s} | own qk{p} in | all sums{p} g | write qk{p} w | own qk{p} w | write totals{b} {p} | meet
+all right {s} | all unsafe{p} both
+own qk{p} in | all sums{p} g | write qk{p} w | own qk{p} w | write totals{b} {p} | meet
 all totals{b} {p} | write sums{p} dq | write qk{p} dk
 """
 _SLAB = "| own qk{p} in | own qk{q} in | all sums{p} g | all sums{q} g | write right {s} | meet |"
 _SCORES = """
 fill qk0 in | fill qk1 in | fill qk2 in | fill qk3 in | wait qk0 | wait qk1 | wait qk2 | wait qk3
-write sums0 g | write sums1 g | write sums2 g | write sums3 g | meet
+write sums0 g | write sums1 g | write sums2 g | write sums3 g | part unsafe decays | meet
 """
+for _p in range(4):
+    _SCORES += f"| own unsafe{_p} decays | write unsafe{_p} both"
 for _s in range(2):
     _p, _q = 2 * _s, 2 * _s + 1
     _SCORES += _SLAB.format(s=_s, p=_p, q=_q)
@@ -86,6 +89,8 @@ def simulate(kernel, seed, without=None):
                 yield arrived[step[0]].wait(w)
             elif name == "write":
                 holds[step[0], w] = step[1]
+            elif name == "part":
+                holds.update({(f"{step[0]}{w}", i): step[1] for i in range(4)})
             elif name in ("fill", "copy"):
                 if w == 0:
                     (fill if name == "fill" else copy)(*step)

@@ -19,6 +19,7 @@ from jattn.pallas.hopper.linear_channel_tiles import (
     _first_channel,
     _lane_and_warp,
     _ld_end,
+    _ld_one,
     _same_rows,
 )
 from jattn.pallas.hopper.linear_tiles import _ld_shared, _offset, _st_shared, _transposed_addresses
@@ -89,9 +90,10 @@ def ld_own(ref) -> jax.Array:
     return load(ref)
 
 
-def st_unusual(squares, ref) -> None:
-    """Notes in int32 `ref [1, 4]`, for each block of 16 tokens, whether a square's part of it, see `ld_own`, is not 0
-    and of a size with which `add_blocks` may overflow, or lose what is not small beside its largest entry."""
+def st_unusual(squares, ref, *, more: bool) -> None:
+    """Notes in int32 `ref [pieces, 4]`, in all of its rows, for each block of 16 tokens whether a square's part of it,
+    see `ld_own`, is not 0 and of a size with which `add_blocks` may overflow, or lose what is not small beside its
+    largest entry. With `more`, what has been noted (see `linear_channel_tiles.st_sums`) stays."""
     if interpreting():
         tokens = jnp.arange(TILE_ROWS, dtype=jnp.int32)
         same = tokens[:, None] // BLOCK == tokens // BLOCK
@@ -100,7 +102,7 @@ def st_unusual(squares, ref) -> None:
             size = jnp.abs(jnp.where(same, square.astype(jnp.float32), 0)).reshape(-1, BLOCK * TILE_ROWS)
             largest = jnp.max(size, axis=1)
             found |= (largest > 0) & ~((largest >= USUAL[0]) & (largest < USUAL[1]))
-        ref[0] = found.astype(jnp.int32)
+        ref[...] = jnp.broadcast_to(found.astype(jnp.int32), ref.shape) | (ref[...] if more else 0)
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[WGMMA] * len(squares)))
@@ -115,8 +117,12 @@ def st_unusual(squares, ref) -> None:
                 for x in (integer(1), least, most)
             )
             found = arith.ori(found, arith.ori(huge, arith.subi(some, fine)))
-        place = _offset(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), _lane_and_warp()[1], 4)
-        _st_shared(place, 0, [arith.bitcast(ir.F32Type.get(), found)])  # all lanes the same
+        (lane, warp), pieces = _lane_and_warp(), ir.MemRefType(ref.type).shape[0]
+        word = arith.addi(arith.muli(arith.minui(lane, integer(pieces - 1)), integer(4)), warp)
+        place = _offset(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), word, 4)
+        if more:
+            found = arith.ori(found, arith.bitcast(i32(), _ld_one(place, 0)))
+        _st_shared(place, 0, [arith.bitcast(ir.F32Type.get(), found)])
 
     store(ref, *squares)
 

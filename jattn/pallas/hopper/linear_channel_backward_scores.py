@@ -64,8 +64,7 @@ def _kernel(
     sums,  # float32 [64, pitch]: of log decays, from the start of a block of 16; then dq
     others,  # float32 [8, H]: of log decays, of all blocks before each block, and of all after it
     vector,  # float32 [H + 128] or [H], see `Parts`
-    strong=None,  # int32 [H / 32, 4]: where decays are too strong for one anchor, see `linear_channel_tiles.st_sums`
-    unusual=None,  # int32 [1, 4]: where score gradients are too small or large for it, see `st_unusual` of the products
+    unsafe=None,  # int32 [H / 32, 4], see `_unsafe`
     # barriers
     ready,  # TMA
     again,  # TMA
@@ -76,7 +75,8 @@ def _kernel(
     )
     vars(x).update(
         inputs, parts=parts, dq=dq, dk=dk, dg=dg, q_smem=q_smem, k_smem=k_smem, sums=sums, others=others, rooms=rooms,
-        vector=vector, strong=strong, unusual=unusual, rows=plan.T - chunk * CHUNK, tile=first_tile(plan, *x.place),
+        vector=vector, rows=plan.T - chunk * CHUNK, tile=first_tile(plan, *x.place), unsafe=unsafe,
+        strong=None if tiles.surely_mild(plan.options) else unsafe,
     )  # fmt: skip
     delta, slabs = plan.options.rule.delta, ptx.slabs(plan.H)
     x.squares = [rooms.at[i : i + 1] for i in range(3, 4 + delta)]
@@ -92,8 +92,8 @@ def _kernel(
     x.norms = (None, None)
     if plan.options.qk_l2norm:
         x.norms = tuple(inverse_norms(x))
-    if unusual is not None:
-        products.st_unusual([products.ld_own(square) for square in x.squares], unusual)
+    if unsafe is not None:
+        products.st_unusual([products.ld_own(square) for square in x.squares], unsafe, more=x.strong is not None)
     x.diagonal = along_columns(products.diagonal(x.squares[0]), tiles.PIECE)
     x.right = [
         ptx.matrix(lambda _, i=i: rooms.at[i : i + 1], CHUNK, ptx.SLAB, along_rows=True) for i in range(2 + delta)
@@ -189,12 +189,9 @@ def _one_piece(x, piece, place, carry):
 def _within_blocks(x, piece, state):
     """Adds what pairs of different tokens of a block of 16 give, see `add_level`."""
     by_levels, at_once = (lambda state, add=add: add(x, piece, state) for add in (_by_levels, _at_once))
-    if x.unusual is None:
+    if x.unsafe is None:
         return by_levels(state)
-    found = tiles.any_strong(x.unusual, 0)
-    if x.strong is not None:
-        found |= tiles.any_strong(x.strong, piece)
-    return lax.cond(found, by_levels, at_once, state)
+    return lax.cond(tiles.any_strong(x.unsafe, piece), by_levels, at_once, state)
 
 
 def _by_levels(x, piece, state):
@@ -288,6 +285,16 @@ def _write(x, piece, dq, dk):
 # --- host -------------------------------------------------------------------------------------------------------------
 
 
+def _unsafe(plan) -> dict:
+    """Room to note where one anchor is unsafe, in a piece of a block of 16 tokens: by strong decays (see
+    `linear_channel_tiles.st_sums`), or by score gradients (see `st_unusual`). A room more, of 1024 bytes as all are,
+    would leave none for a second thread block on a multiprocessor: 0.52 instead of 0.364 ms. Rooms are laid out by
+    name; with this one first, ptxas spills 8 to 24 bytes."""
+    if tiles.shift(plan.options) is None:
+        return {}
+    return dict(unsafe=plgpu.SMEM((plan.H // tiles.PIECE, tiles.TILE_ROWS // tiles.BLOCK), jnp.int32))
+
+
 def launch(plan: Plan, inputs, parts, *, interpret=False):
     """Runs the kernel: `(dq, dk, dg [B, T, N, H], dbeta float32 [B, T, N] or None)`."""
     given = {name: x for name in _INPUTS if (x := getattr(inputs, name)) is not None}
@@ -314,8 +321,7 @@ def launch(plan: Plan, inputs, parts, *, interpret=False):
             sums=plgpu.SMEM((CHUNK, tiles.pitch(plan.H)), jnp.float32),
             others=plgpu.SMEM((8, plan.H), jnp.float32),
             vector=plgpu.SMEM(parts.vector.shape[3:], jnp.float32),
-            **tiles.strong_smem(plan.options, plan.H // tiles.PIECE),
-            **({} if tiles.shift(plan.options) is None else dict(unusual=plgpu.SMEM((1, 4), jnp.int32))),
+            **_unsafe(plan),
             ready=plgpu.Barrier(num_arrivals=2 * slabs + 2 + delta),
             again=plgpu.Barrier(num_arrivals=2 * slabs),
         ),  # fmt: skip
