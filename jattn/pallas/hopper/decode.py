@@ -241,9 +241,11 @@ def _attend(x, item, query_slot, position):
             s = scores.modify(s, place, scale=scale, bias=None, mod=p.mod, aux=aux, soft_cap=p.soft_cap)
         if ruled:
             s = scores.hide(s, place, p.rule, x.mask_arrays)
-        s = softmax.mask_columns(s, None if low is None else low - start, high - start)
-        weights, m, total, alpha = softmax.online_softmax(s, m, total, p.factor, may_be_empty=True, lazy=False)
-        accumulators = [softmax.rescale(part, alpha, lazy=False) for part in accumulators]
+        s = softmax.mask_columns(s, None if low is None else low - start, high - start, half=p.half)
+        weights, m, total, alpha = softmax.online_softmax(
+            s, m, total, p.factor, may_be_empty=True, lazy=False, half=p.half
+        )
+        accumulators = [softmax.rescale(part, alpha, lazy=False, half=p.half) for part in accumulators]
         plgpu.barrier_wait(x.v_ready.at[slot])
         _clean(x, item, slot, start)
         weights, values = weights.astype(p.dtype), x.v_matrix.at(slot)

@@ -122,6 +122,11 @@ class Plan:
         return padded_width(self.H) > 128 or padded_width(self.D) > 128
 
     @property
+    def half(self) -> bool:
+        """Whether the queries of a tile fill at most the first of a thread's two rows, see `softmax`."""
+        return self.tokens * self.group <= 8
+
+    @property
     def query_slots(self) -> int:
         """Query tiles that a stream has in shared memory: two, if that costs no block of keys."""
         return 2 if self._stages(2) == self._stages(1) else 1

@@ -2,6 +2,8 @@
 
 State per query row: `m`, the reference of the exponentials in log2 units (−inf before the first visible key), `[64]` in
 the ROW layout; `total`, the sum of weights in 8 partial sums, `[64, 8]`, which are added up once, at the end.
+
+A thread has two rows, eight apart. With `half` the second one is nobody's, and nothing is computed there.
 """
 
 import math
@@ -26,7 +28,7 @@ def init_state(columns: int, sink=None) -> tuple[jax.Array, jax.Array, jax.Array
     return m, total, accumulator
 
 
-def mask_columns(s: jax.Array, low: jax.Array | None, high: jax.Array | None) -> jax.Array:
+def mask_columns(s: jax.Array, low: jax.Array | None, high: jax.Array | None, *, half: bool = False) -> jax.Array:
     """Scores with −inf outside columns `[low, high)` of the tile; the bounds are int32, `[64]` a row or `[]` for all.
 
     The bound, less the thread's first column, is compared with a constant per register. A tile of column numbers would
@@ -53,6 +55,8 @@ def mask_columns(s: jax.Array, low: jax.Array | None, high: jax.Array | None) ->
         highs = bounds[-1] if high is not None else None
         masked, values = ptx.constant(-jnp.inf), ptx.scalars(s)
         for i, x in enumerate(values):
+            if half and ptx.row_of(i):
+                continue
             column = arith.constant(ir.IntegerType.get_signless(32), ptx.column_of(i))
             if highs is not None:
                 x = arith.select(arith.cmpi(arith.CmpIPredicate.sgt, highs[ptx.row_of(i)], column), x, masked)
@@ -64,7 +68,9 @@ def mask_columns(s: jax.Array, low: jax.Array | None, high: jax.Array | None) ->
     return mask(s, *bounds)
 
 
-def online_softmax(s, m, total, factor: float, *, may_be_empty: bool, lazy: bool, signal_after: float = 0.0):
+def online_softmax(
+    s, m, total, factor: float, *, may_be_empty: bool, lazy: bool, signal_after: float = 0.0, half: bool = False
+):
     """One step: `(p, m, total, alpha)` for scores `s [64, n]`, where weights are `p = 2^(factor·s − m)` and what was
     accumulated under the old `m` is to be multiplied by `alpha [64]`.
 
@@ -93,7 +99,7 @@ def online_softmax(s, m, total, factor: float, *, may_be_empty: bool, lazy: bool
     def step(_, s, m, total):
         scores, old, sums, c = ptx.scalars(s), ptx.scalars(m), ptx.scalars(total), ptx.constant(factor)
         new, negated, alpha = [], [], []
-        for row in range(2):
+        for row in range(1 if half else 2):
             top = ptx.mul(_row_maximum([x for i, x in enumerate(scores) if ptx.row_of(i) == row]), c)
             if lazy:
                 grown = arith.cmpf(arith.CmpFPredicate.OGT, top, ptx.add(old[row], ptx.constant(LAZY_THRESHOLD)))
@@ -106,9 +112,14 @@ def online_softmax(s, m, total, factor: float, *, may_be_empty: bool, lazy: bool
                 shift = arith.select(empty, ptx.constant(0.0), shift)
             negated.append(shift)
             alpha.append(ptx.ex2(ptx.add(old[row], shift)))
-        p = [ptx.ex2(ptx.fma(x, c, negated[ptx.row_of(i)])) for i, x in enumerate(scores)]
-        signal = None
-        for i, x in enumerate(p):  # into the thread's four partial sums
+        if half:
+            new, alpha = [new[0], old[1]], [alpha[0], ptx.constant(1.0)]
+        mine = [i for i in range(len(scores)) if not (half and ptx.row_of(i))]
+        p, signal = [ptx.constant(0.0)] * len(scores), None
+        for i in mine:
+            p[i] = ptx.ex2(ptx.fma(scores[i], c, negated[ptx.row_of(i)]))
+        for i in mine:  # into the thread's four partial sums
+            x = p[i]
             sums[i % 4] = ptx.fma(sums[i], alpha[ptx.row_of(i)], x) if i < 4 else ptx.add(sums[i % 4], x)
             if signal is None and i + 1 >= signal_after * len(p):
                 negative = arith.cmpf(arith.CmpFPredicate.OLT, sums[i % 4], ptx.constant(-1.0))  # never
@@ -152,21 +163,28 @@ def _row_maximum(values: list):
     return ptx.fmax(top, ptx.shfl_bfly(top, 2))
 
 
-def rescale(accumulator: jax.Array, alpha: jax.Array, *, lazy: bool) -> jax.Array:
+def rescale(accumulator: jax.Array, alpha: jax.Array, *, lazy: bool, half: bool = False) -> jax.Array:
     """`accumulator [64, n] · alpha [64]`. With `lazy`, a warp whose alphas are all 1 skips the multiplications."""
-    if interpreting() or not lazy:
+    if interpreting() or not (lazy or half):
         return accumulator * lax.broadcast_in_dim(alpha, accumulator.shape, [0])
     columns = accumulator.shape[1]
 
     @plgpu.inline_mgpu(arg_types=(ptx.WGMMA, ptx.ROW), return_type=ptx.array_type(columns))
     def scale(_, accumulator, alpha):
         values, factors = ptx.scalars(accumulator), ptx.scalars(alpha)
+
+        def scaled():
+            mine = lambda i: not (half and ptx.row_of(i))  # noqa: E731
+            return [ptx.mul(x, factors[ptx.row_of(i)]) if mine(i) else x for i, x in enumerate(values)]
+
+        if not lazy:
+            return ptx.from_scalars(scaled())
         changed = [arith.cmpf(arith.CmpFPredicate.ONE, x, ptx.constant(1.0)) for x in factors]
         branch = scf.IfOp(
             ptx.vote_any(arith.ori(*changed)), results_=[ir.F32Type.get()] * len(values), has_else=True
         )
         with ir.InsertionPoint(branch.then_block):
-            scf.yield_([ptx.mul(x, factors[ptx.row_of(i)]) for i, x in enumerate(values)])
+            scf.yield_(scaled())
         with ir.InsertionPoint(branch.else_block):
             scf.yield_(values)
         return ptx.from_scalars(list(branch.results))
