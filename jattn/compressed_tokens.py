@@ -211,7 +211,8 @@ def compress(
     if cu_seqlens is not None:
         if state is not None or seq_lengths is not None or u.ndim != 2:
             raise ValueError(f"cu_seqlens takes packed u [T, C], no state and no seq_lengths; u has shape {u.shape}")
-        return _packed(u, z, ape, _check.cu_seqlens(cu_seqlens, "cu_seqlens"), overlap, norm, eps, rotary, dtype)
+        cu_seqlens = _check.cu_seqlens(cu_seqlens, "cu_seqlens", u.shape[0])
+        return _packed(u, z, ape, cu_seqlens, overlap, norm, eps, rotary, dtype)
     if u.ndim != 3:
         raise ValueError(f"u has shape {u.shape}; expected [B, T, C], or packed [T, C] with cu_seqlens")
     B, T, _ = u.shape

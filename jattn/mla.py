@@ -412,7 +412,7 @@ def _in_pages(query, rows, lengths, tables, cu_seqlens_q, used, **options):
         raise ValueError(f"block_tables need lengths and rows [P, page, C + R]; rows have shape {rows.shape}")
     cache = checked(PagedCache(_with_head(rows), _with_head(rows), tables, lengths))
     (T, N), B = query.shape[-3:-1], cache.block_tables.shape[0]
-    cu = None if cu_seqlens_q is None else _check.cu_seqlens(cu_seqlens_q, "cu_seqlens_q")
+    cu = None if cu_seqlens_q is None else _check.cu_seqlens(cu_seqlens_q, "cu_seqlens_q", T)
     if query.shape[:-3] != (() if cu is not None else (B,)) or (cu is not None and cu.shape != (B + 1,)):
         want = f"[B, T, N, C + R] with B={B}, or packed [T, N, C + R] with cu_seqlens_q [{B + 1}]"
         raise ValueError(f"query has shape {query.shape}; expected {want}")

@@ -274,12 +274,17 @@ def paged_attention(
     return run(call, implementation=implementation, config=config, return_residual=return_residual)
 
 
+def _packed_rows(x) -> int | None:
+    """Of `[T, heads, dim]`; None for what has another rank, which is an error of its own."""
+    return x.shape[0] if x.ndim == 3 else None
+
+
 def prepare(query, cache, cu_seqlens_q=None, mask=None, *, query_seq_lengths=None, **options) -> "Call":
     """Checks a call and describes it."""
     cache = checked(cache)
     query = _check.cached(query, cache.key_pages, cache.value_pages)
     B = cache.block_tables.shape[0]
-    cu_queries = None if cu_seqlens_q is None else _check.cu_seqlens(cu_seqlens_q, "cu_seqlens_q")
+    cu_queries = None if cu_seqlens_q is None else _check.cu_seqlens(cu_seqlens_q, "cu_seqlens_q", _packed_rows(query))
     if cu_queries is not None and (query.ndim != 3 or cu_queries.shape != (B + 1,)):
         raise ValueError(
             f"cu_seqlens_q has shape {cu_queries.shape} and query {query.shape}; expected {(B + 1,)} and [T, N, H]"
@@ -425,7 +430,7 @@ def _new_tokens(cache, key, cu_seqlens, seq_lengths):
         index = jnp.tile(jnp.arange(T, dtype=jnp.int32), B)
         counts, room = jnp.full((B,), T, jnp.int32), T
     else:
-        cu = _check.cu_seqlens(cu_seqlens, "cu_seqlens")
+        cu = _check.cu_seqlens(cu_seqlens, "cu_seqlens", _packed_rows(key))
         if key.ndim != 3 or cu.shape != (B + 1,):
             raise ValueError(f"cu_seqlens has shape {cu.shape} and key {key.shape}; expected {(B + 1,)} and [T, K, H]")
         room = key.shape[0]

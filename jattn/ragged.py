@@ -85,10 +85,10 @@ def prepare(
     """Checks a call and describes it."""
     query, key, value = _check.operands(query, key, value, "[T, N, H]")
     (Tq, N, _), Tk = query.shape, key.shape[0]
-    cu_queries = _check.cu_seqlens(cu_seqlens_q, "cu_seqlens_q")
+    cu_queries = _check.cu_seqlens(cu_seqlens_q, "cu_seqlens_q", Tq)
     if cu_seqlens_k is None and Tq != Tk:
         raise ValueError(f"cu_seqlens_k is needed: queries have Tq={Tq} rows, keys have Tk={Tk}")
-    cu_keys = cu_queries if cu_seqlens_k is None else _check.cu_seqlens(cu_seqlens_k, "cu_seqlens_k")
+    cu_keys = cu_queries if cu_seqlens_k is None else _check.cu_seqlens(cu_seqlens_k, "cu_seqlens_k", Tk)
     if cu_keys.shape != cu_queries.shape:
         raise ValueError(f"cu_seqlens_k has shape {cu_keys.shape}; cu_seqlens_q has {cu_queries.shape}")
     M = cu_queries.shape[0] - 1

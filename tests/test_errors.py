@@ -173,6 +173,30 @@ def test_ragged_refused(name):
     assert_says(message(error, lambda: jattn.ragged_attention(**RAGGED | changes)), words)
 
 
+TOKENS = ones(10, 1, 8)
+OFFSETS = {
+    "ragged_attention": ("cu_seqlens_q", lambda cu: jattn.ragged_attention(TOKENS, TOKENS, TOKENS, cu)),
+    "ragged_attention, keys": (
+        "cu_seqlens_k", lambda cu: jattn.ragged_attention(TOKENS, TOKENS, TOKENS, np.array([0, 3, 10]), cu)
+    ),
+    "linear_attention": (
+        "cu_seqlens", lambda cu: jattn.linear.linear_attention(TOKENS, TOKENS, TOKENS, cu_seqlens=cu)
+    ),
+    "short_conv": ("cu_seqlens", lambda cu: jattn.linear.short_conv(ones(10, 4), ones(4, 3), cu_seqlens=cu)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", [list, tuple, np.array], ids=["list", "tuple", "numpy"])
+@pytest.mark.parametrize("name", OFFSETS)
+def test_packed_offsets_on_the_host_are_in_order_and_in_range(name, form):
+    argument, call = OFFSETS[name]
+    for offsets in ([0, 7, 11], [0, 7, 3]):
+        words = [f"{argument}={offsets}", "must never decrease", "10 rows"]
+        assert_says(message(ValueError, lambda offsets=offsets: call(form(offsets))), words)
+    assert_says(message(ValueError, lambda: call(form([-2, 7, 10]))), [argument, "[-2, 7, 10]", "must be >= 0"])
+    call(form([2, 7, 9]))  # rows before the first and after the last are nobody's
+
+
 @pytest.mark.parametrize("lengths", [-3, 100, 2**31 - 1])
 def test_wild_lengths_read_nothing_outside(lengths):
     """Traced lengths cannot be refused: they clamp to what exists."""

@@ -26,6 +26,7 @@ from linear_cases import (
 
 import jattn
 from jattn import _dispatch, linear
+from jattn._linear import RULES
 
 MODEL = dict(gate="bounded", qk_l2norm=True, beta_activation="sigmoid2")
 GATHERS = ("all-gather", "all-to-all", "collective-permute")
@@ -340,6 +341,7 @@ WRONG = {
     "residuals": (dict(residuals=None), ValueError, "residuals=None must be one of"),
     "checkpoints": (dict(checkpoints=[32]), ValueError, r"checkpoints=\[32\] must be multiples of 64"),
     "beyond": (dict(checkpoints=[64]), ValueError, "from 0 to 5 tokens"),
+    "one number": (dict(checkpoints=0), ValueError, r"checkpoints have shape \(\); expected \[n\] or \[2, n\]"),
     "ends": (dict(query=X[0], key=X[0], value=V[0], cu_seqlens=[0, 5], segment_ids=[0] * 5), ValueError, "give one"),
     "packed": (dict(cu_seqlens=[0, 5]), ValueError, r"query has shape \(2, 5, 2, 8\); expected \[T, heads, H\]"),
     "ids": (dict(segment_ids=jnp.ones((2, 4), jnp.int32)), ValueError, r"segment_ids has shape \(2, 4\)"),
@@ -378,8 +380,38 @@ def test_refused_elsewhere():
         linear.kda_step(X, X, V, G, BETA, pool.astype(jnp.float16), state_indices=[0, 1])
     with pytest.raises(ValueError, match="op='attention' must be one of 'kda'"):
         linear.affine_map("attention", X, V)
+    with pytest.raises(TypeError, match="scale=2.0 changes no state; affine_map takes qk_l2norm"):
+        linear.affine_map("kda", X, V, G, BETA, scale=2.0)
+    with pytest.raises(ValueError, match="beta was given, which gla does not have"):
+        linear.affine_map("gla", X, V, G, BETA)
     with pytest.raises(ValueError, match=r"weight has shape \(3, 4\); expected \(C, W\) = \(8, W\)"):
         linear.short_conv(X[0], jnp.ones((3, 4)))
+
+
+def test_checkpoints_of_packed_sequences_lie_in_them():
+    """As far as both are known now: in device arrays they are data."""
+    tokens, gates = jnp.ones((130, 1, 8)), (-jnp.ones((130, 1, 8)), jnp.ones((130, 1)))
+    make = lambda cu, at: linear.kda(*[tokens] * 3, *gates, cu_seqlens=cu, checkpoints=at)[1]  # noqa: E731
+    for at in ([[64], [128]], [64], np.array([[0], [64]])):
+        with pytest.raises(ValueError, match=r"multiples of 64 from 0 to the \[70, 60\] tokens of the sequences"):
+            make([0, 70, 130], at)
+    states = make(jnp.array([0, 70, 130]), [64])
+    assert np.isfinite(states[0]).all() and np.isnan(states[1]).all()
+    np.testing.assert_array_equal(make([0, 70, 130], [[64], [0]])[0], states[0])
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent"])
+@pytest.mark.parametrize("op", RULES)
+def test_no_sequences(op, mode):
+    rule, tokens = RULES[op], jnp.ones((0, 5, 2, 8))
+    more = {"channel": [tokens], "head": [tokens[..., 0]], None: []}[rule.decay] + [tokens[..., 0]] * rule.delta
+
+    def run(value):
+        return getattr(linear, op)(tokens, tokens, value, *more, mode=mode, return_final_state=True, checkpoints=[0])
+
+    shapes = jax.tree.map(jnp.shape, run(tokens))
+    assert shapes == ((0, 5, 2, 8), (0, 2, 8, 8), (0, 1, 2, 8, 8))
+    assert jax.grad(lambda value: jnp.sum(run(value)[0]))(tokens).shape == tokens.shape
 
 
 def test_large_float16_states_are_not_rounded():

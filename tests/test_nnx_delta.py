@@ -118,6 +118,12 @@ def test_segments_are_sequences_of_their_own():
     check("first", of, x, together[:, :17], (slice(None), slice(0, 17)))
 
 
+@pytest.mark.parametrize("layer", [jattn.nnx.KimiDeltaAttention, jattn.nnx.GatedDeltaNet])
+@pytest.mark.parametrize("shape", [(2, 0, 32), (0, 4, 32)])
+def test_nothing_gives_nothing(layer, shape):
+    assert layer(num_heads=4, in_features=32, rngs=nnx.Rngs(0))(jnp.zeros(shape)).shape == shape
+
+
 def test_every_parameter_learns():
     found = gradients(layer("kda, bounded", mode="recurrent"), tokens())
     assert set(found) == set(parameters(layer("kda, bounded"), np.float32))

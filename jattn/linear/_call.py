@@ -35,12 +35,14 @@ def describe(
     checkpoints=None, mode="chunk", residuals="save", state_dtype=None, unrounded=False, **rest,
 ) -> Call:  # fmt: skip
     """Describes a call of an op. `unrounded` asks for out in the accumulator's dtype; for `rest` see `_options`."""
-    packed = cu_seqlens is not None
+    packed, lengths = cu_seqlens is not None, None
     query, key, value = _tokens(query, key, value, "[T, heads, H], packed" if packed else "[*B, T, heads, H]")
     *batch, T, N, D = value.shape
     batch = tuple(batch)
     if packed:
-        cu_seqlens = _check.cu_seqlens(cu_seqlens, "cu_seqlens")
+        on_host = isinstance(cu_seqlens, np.ndarray | list | tuple)
+        cu_seqlens, given = _check.cu_seqlens(cu_seqlens, "cu_seqlens", T), cu_seqlens
+        lengths = np.diff(np.asarray(given)) if on_host else None
         if segment_ids is not None:
             raise ValueError("segment_ids and cu_seqlens are two ways to say where sequences end; give one")
     sequences = (cu_seqlens.shape[0] - 1,) if packed else batch
@@ -59,7 +61,7 @@ def describe(
     context = Context(
         cu_seqlens=cu_seqlens,
         resets=resets(segment_ids, batch, T),
-        checkpoints=_checkpoints(checkpoints, sequences, M, T),
+        checkpoints=_checkpoints(checkpoints, sequences, M, T, lengths),
     )
     return Call(arrays, context, options, _problem(rule.op, arrays, context, options, M), batch, sequences)
 
@@ -243,19 +245,24 @@ def resets(ids, batch, T):
     return jnp.concatenate([jnp.zeros_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
 
 
-def _checkpoints(x, sequences, M, T):
-    """int32 [M, n]. Host values must be multiples of 64 in range; traced ones are data."""
-    if x is None:
+def _checkpoints(given, sequences, M, T, lengths=None):
+    """int32 [M, n]. Host values must be multiples of 64 in range; traced ones are data. `lengths` are those of packed
+    sequences, where they are known now."""
+    if given is None:
         return None
-    if isinstance(x, np.ndarray | np.generic | list | tuple | int) and np.size(x):
-        host = np.asarray(x)
-        if np.any((host % CHUNK != 0) | (host < 0) | (host > T)):
-            raise ValueError(f"checkpoints={host.tolist()} must be multiples of {CHUNK} from 0 to {T} tokens")
-    x = _integers(np.zeros(0, np.int32) if np.size(x) == 0 and isinstance(x, list | tuple) else x, "checkpoints")
+    on_host = isinstance(given, np.ndarray | np.generic | list | tuple | int)
+    x = np.zeros(0, np.int32) if np.size(given) == 0 and isinstance(given, list | tuple) else given
+    x = _integers(x, "checkpoints")
     if x.ndim == 1:
         x = jnp.broadcast_to(x, (*sequences, *x.shape))
     if x.ndim != len(sequences) + 1 or x.shape[:-1] != sequences:
-        raise ValueError(f"checkpoints have shape {x.shape}; expected [n] or {(*sequences, 'n')} numbers of tokens")
+        want = ", ".join(map(str, (*sequences, "n")))
+        raise ValueError(f"checkpoints have shape {x.shape}; expected [n] or [{want}] numbers of tokens")
+    if on_host and x.size:
+        host, most = np.asarray(given), T if lengths is None else lengths[:, None]
+        if np.any((host % CHUNK != 0) | (host < 0) | (host > most)):
+            end = f"{T} tokens" if lengths is None else f"the {lengths.tolist()} tokens of the sequences"
+            raise ValueError(f"checkpoints={host.tolist()} must be multiples of {CHUNK} from 0 to {end}")
     return _int32(x).reshape(M, x.shape[-1])
 
 

@@ -32,7 +32,8 @@ def short_conv(
         activation: None or "silu".
         initial_state: `[*B, W - 1, C]` (packed: `[M, W - 1, C]`) in the dtype of x: the inputs before the first token,
             oldest first; None is zeros.
-        return_final_state: also return the last W - 1 inputs, those of the initial state included.
+        return_final_state: also return the last W - 1 inputs, those of the initial state included; of the last segment,
+            zeros before it.
         cu_seqlens: int `[M + 1]`, offsets of packed sequences. Tokens outside all of them give 0.
         segment_ids: int `[*B, T]` or `[T]`: wherever it changes, the inputs before count as 0.
 
@@ -59,7 +60,7 @@ def short_conv(
     if is_packed:
         if segment_ids is not None:
             raise ValueError("segment_ids and cu_seqlens are two ways to say where sequences end; give one")
-        cu = _check.cu_seqlens(cu_seqlens, "cu_seqlens")
+        cu = _check.cu_seqlens(cu_seqlens, "cu_seqlens", T)
         state = _state(initial_state, (cu.shape[0] - 1, W - 1, C), x.dtype, "initial_state")
         taps, final, inside = linear_conv.packed(x, state, cu, W)
         y = jnp.where(inside[:, None], linear_conv.convolved(taps, weight, bias, activation, x.dtype), 0)

@@ -27,6 +27,11 @@ from jattn.linear._run import run
 
 __all__ = ["AffineMap", "affine_map", "entering_state"]
 
+_OPTIONS = (
+    "qk_l2norm", "gate", "A_log", "dt_bias", "lower_bound", "beta_activation", "segment_ids", "cu_seqlens", "mode",
+    "residuals",
+)  # fmt: skip
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +97,12 @@ def affine_map(op: str, key, value, g=None, beta=None, *, implementation: str | 
     if op not in RULES:
         raise ValueError(f"op={op!r} must be one of {', '.join(map(repr, RULES))}")
     rule, key, value = RULES[op], _check.array(key, "key"), _check.array(value, "value")
+    if unknown := [name for name in options if name not in _OPTIONS]:
+        given = f"{unknown[0]}={options[unknown[0]]!r}"
+        raise TypeError(f"{given} changes no state; affine_map takes {', '.join(_OPTIONS)}")
+    for name, x, known in (("g", g, rule.decay), ("beta", beta, rule.delta)):
+        if x is not None and not known:
+            raise ValueError(f"{name} was given, which {op} does not have")
     if not rule.delta and all(options.get(name) is None for name in ("cu_seqlens", "segment_ids", "gate")):
         return _by_decay(rule, key, value, g, implementation, options)
     H, D = key.shape[-1:] + value.shape[-1:]

@@ -300,7 +300,7 @@ class ShortConv(nnx.Module):
         self.cached_inputs = nnx.Cache(jnp.zeros((sequences, width - 1, channels), dtype))
 
     def __call__(self, x, segments, places):
-        flat, kernel = x.reshape(*x.shape[:2], -1), self.kernel[...]
+        flat, kernel = x.reshape(*x.shape[:2], math.prod(x.shape[2:])), self.kernel[...]
         whole = functools.partial(linear.short_conv, weight=kernel, activation="silu")
         if places is None:
             return whole(flat, segment_ids=segments).reshape(x.shape)

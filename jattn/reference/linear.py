@@ -200,7 +200,8 @@ class Walk:
         """[spans, B, s, C, ...] -> [B, T, ...]; tokens that no sequence has are 0."""
         rest = x.shape[4:]
         if not self.packed:
-            return jnp.moveaxis(x, 0, 1).reshape(self.B, -1, *rest)[:, : self.T]
+            spans, B, chunks, rows = x.shape[:4]
+            return jnp.moveaxis(x, 0, 1).reshape(B, spans * chunks * rows, *rest)[:, : self.T]
         rows, x = self.table.rows.reshape(-1), x.reshape(-1, *rest)
         return self.full((self.T, *rest), 0, x.dtype).at[rows].set(x, mode="drop")[None]
 
@@ -227,7 +228,7 @@ class Walk:
         """[M, n, N, H, D] from the states after chunks, [spans, s, B, N, H, D]; NaN where there is no such token."""
         if states is None:
             return None
-        states = states.reshape(-1, *states.shape[2:])
+        states = states.reshape(math.prod(states.shape[:2]), *states.shape[2:])
         at, batch, valid, start = self._places()
         found = jnp.broadcast_to(self.h0[:, None], (*at.shape, *self.h0.shape[1:]))
         if states.shape[0]:
