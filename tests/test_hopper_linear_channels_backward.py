@@ -5,6 +5,7 @@ import functools
 
 import aot
 import baseline_linear
+import compare
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -144,11 +145,21 @@ def check_sized(p, got, power):
     check(p, jax.tree.map(lambda x: jnp.ldexp(x.astype(jnp.float32), -power).astype(x.dtype), got))
 
 
-@pytest.mark.parametrize("power", [-90, -45, 70])
+@pytest.mark.parametrize("power", [-90, -72, 70])
 @pytest.mark.parametrize("name", SIZED)
 def test_cotangents_of_any_size(name, power, capfd):
     p = SIZED[name]
     check_sized(p, emulated(*sized(arguments(p), power), capfd), power)
+
+
+@pytest.mark.parametrize("power", [0, -20, -31, -90])
+def test_the_gradient_of_a_beta_of_0_beside_others(power, capfd):
+    p = short(idle(make(gates="slow")))
+    got = emulated(*sized(arguments(p), power), capfd)
+    check_sized(p, got, power)
+    mine, cts = np.asarray(jnp.ldexp(got.beta, -power))[:, ::3], cotangents(p)
+    yards = [y["beta"][:, ::3] for y in baseline_linear.gradients(p, *cts)]
+    compare.check("beta", mine, np.asarray(oracle_linear.backward(p, *cts)["beta"])[:, ::3], yards, p.query.dtype)
 
 
 def equal(x, y):

@@ -36,9 +36,10 @@ from jattn.pallas._compat import kernel, pl, plgpu
 from jattn.pallas.hopper import linear_channel_backward_tiles as tiles
 from jattn.pallas.hopper import memory, ptx
 from jattn.pallas.hopper.decode_rows import along_columns
+from jattn.pallas.hopper.linear_channel_plan import LEAST_BETA
 from jattn.pallas.hopper.linear_channel_prepare import activated_beta
 from jattn.pallas.hopper.linear_channel_tiles import PIECE
-from jattn.pallas.hopper.linear_plan import LEAST_BETA, Plan, copy_rows, items, place_of
+from jattn.pallas.hopper.linear_plan import Plan, copy_rows, items, place_of
 from jattn.pallas.hopper.lists import i32
 
 

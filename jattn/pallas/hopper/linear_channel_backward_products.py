@@ -26,7 +26,9 @@ from jattn.pallas.hopper.linear_tiles import _ld_shared, _offset, _st_shared, _t
 from jattn.pallas.hopper.mma import _mma, _packed, _transposed
 from jattn.pallas.hopper.ptx import SCALAR, TILE_ROWS, WGMMA, i32, integer
 
-USUAL = 2.0**-40, 2.0**40  # the largest entry of a block's score gradients, with which its pairs may take one anchor
+#: The largest entry of a block's score gradients with which its pairs may take one anchor. Products that are 2^-12 of
+#: what is left of it, 2^-58 and `LEAST_BETA`, do not underflow yet.
+USUAL = 2.0**-32, 2.0**32
 
 
 def ld_blocks(ref, *, transposed: bool) -> jax.Array:
@@ -91,9 +93,9 @@ def ld_own(ref) -> jax.Array:
 
 
 def st_unusual(squares, ref, *, more: bool) -> None:
-    """Notes in int32 `ref [pieces, 4]`, in all of its rows, for each block of 16 tokens whether a square's part of it,
-    see `ld_own`, is not 0 and of a size with which `add_blocks` may overflow, or lose what is not small beside its
-    largest entry. With `more`, what has been noted (see `linear_channel_tiles.st_sums`) stays."""
+    """Notes in int32 `ref [pieces, 4]`, in all of its rows, for each block of 16 tokens whether in any square the
+    block's largest entry (see `ld_own`) is not 0 and outside `USUAL`. With `more`, what has been noted (see
+    `linear_channel_tiles.st_sums`) stays."""
     if interpreting():
         tokens = jnp.arange(TILE_ROWS, dtype=jnp.int32)
         same = tokens[:, None] // BLOCK == tokens // BLOCK
@@ -101,7 +103,7 @@ def st_unusual(squares, ref, *, more: bool) -> None:
         for square in squares:
             size = jnp.abs(jnp.where(same, square.astype(jnp.float32), 0)).reshape(-1, BLOCK * TILE_ROWS)
             largest = jnp.max(size, axis=1)
-            found |= (largest > 0) & ~((largest >= USUAL[0]) & (largest < USUAL[1]))
+            found |= ~(largest == 0) & ~((largest >= USUAL[0]) & (largest < USUAL[1]))
         ref[...] = jnp.broadcast_to(found.astype(jnp.int32), ref.shape) | (ref[...] if more else 0)
         return
 
@@ -112,11 +114,11 @@ def st_unusual(squares, ref, *, more: bool) -> None:
         for words in map(ptx.scalars, squares):
             sizes = [arith.andi(x, integer(0x7FFF)) for word in words for x in (word, arith.shrui(word, integer(16)))]
             largest = functools.reduce(arith.maxui, sizes)
-            some, fine, huge = (
+            some, enough, huge = (
                 arith.extui(i32(), ptx.vote_any(arith.cmpi(arith.CmpIPredicate.uge, largest, x)))
                 for x in (integer(1), least, most)
             )
-            found = arith.ori(found, arith.ori(huge, arith.subi(some, fine)))
+            found = arith.ori(found, arith.ori(huge, arith.subi(some, enough)))
         (lane, warp), pieces = _lane_and_warp(), ir.MemRefType(ref.type).shape[0]
         word = arith.addi(arith.muli(arith.minui(lane, integer(pieces - 1)), integer(4)), warp)
         place = _offset(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), word, 4)

@@ -39,8 +39,9 @@ from jattn.pallas.hopper import linear_channel_tiles as tiles
 from jattn.pallas.hopper import memory, ptx
 from jattn.pallas.hopper.decode_rows import along_columns
 from jattn.pallas.hopper.linear_channel_backward_chunk import first_tile
+from jattn.pallas.hopper.linear_channel_plan import LEAST_BETA
 from jattn.pallas.hopper.linear_channel_prepare import activated_beta, inverse_norms, sum_log_decays
-from jattn.pallas.hopper.linear_plan import LEAST_BETA, Plan, copy_rows, items, key_head, place_of
+from jattn.pallas.hopper.linear_plan import Plan, copy_rows, items, key_head, place_of
 from jattn.pallas.hopper.lists import i32
 
 _INPUTS = ("query", "key", "g", "beta", "A_log", "dt_bias")

@@ -9,6 +9,10 @@ import jax
 from jattn._linear import CHUNK
 from jattn.pallas.hopper import ptx
 
+# With less, the gradient of β is taken from what this much would write: little beside what is rounded to bfloat16, and
+# enough to be seen beside tokens of the same block with a larger β (1e-18 was flushed to 0 there).
+LEAST_BETA = 2.0**-20
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -165,7 +165,8 @@ def st_sums(ref, i: int, g: jax.Array, rows, strong=None, least=None) -> None:
 
 
 def any_strong(ref, piece):
-    """Whether a block of 16 tokens decays strongly in the channels of a piece, see `st_sums`."""
+    """Whether anything was noted for the channels of a piece: a block of 16 tokens that decays strongly, see
+    `st_sums`, or what the backward adds."""
     if interpreting():
         return jnp.any(ref[piece] != 0)
 

@@ -3,7 +3,7 @@
 State per query row: `m`, the reference of the exponentials in log2 units (−inf before the first visible key), `[64]` in
 the ROW layout; `total`, the sum of weights in 8 partial sums, `[64, 8]`, which are added up once, at the end.
 
-A thread has two rows, eight apart. With `half` the second one is nobody's, and nothing is computed there.
+A thread has two rows, eight apart. With `half` the second one is nobody's and left out.
 """
 
 import math
@@ -81,6 +81,7 @@ def online_softmax(
             exponentials does: what depends on it, and what may not move before that, comes no earlier.
         lazy: keep the old `m` until the maximum exceeds it by `LAZY_THRESHOLD`; alpha is then exactly 1.
     """
+    assert not (half and signal_after)  # whose share counts all of a thread's values
     if interpreting():
         new = jnp.maximum(m, s.max(axis=1) * factor)
         new = jnp.where(new > m + LAZY_THRESHOLD, new, m) if lazy else new
@@ -174,8 +175,9 @@ def rescale(accumulator: jax.Array, alpha: jax.Array, *, lazy: bool, half: bool 
         values, factors = ptx.scalars(accumulator), ptx.scalars(alpha)
 
         def scaled():
+            multiply = ptx.mul if lazy else arith.mulf  # which flushes nothing, as above
             mine = lambda i: not (half and ptx.row_of(i))  # noqa: E731
-            return [ptx.mul(x, factors[ptx.row_of(i)]) if mine(i) else x for i, x in enumerate(values)]
+            return [multiply(x, factors[ptx.row_of(i)]) if mine(i) else x for i, x in enumerate(values)]
 
         if not lazy:
             return ptx.from_scalars(scaled())
