@@ -224,7 +224,7 @@ def cu_seqlens(x: Any, name: str, rows: int | None = None):
     x = integers(x, name)
     if x.ndim != 1 or x.shape[0] < 1:
         raise ValueError(f"{name} has shape {x.shape}; expected [M + 1] offsets of M sequences, starting at 0")
-    if host is not None and (host[0] < 0 or np.any(host[1:] < host[:-1]) or (rows is not None and host[-1] > rows)):
+    if host is not None and (np.any(host[1:] < host[:-1]) or (rows is not None and host[-1] > rows)):
         end = "" if rows is None else f" and must end at or before the {rows} rows that there are"
         raise ValueError(f"{name}={host.tolist()} must never decrease{end}")
     return x

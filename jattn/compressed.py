@@ -249,7 +249,7 @@ class _Layer:
         if cache is not None:
             self._check_cache(B, D, indexed)
         if self.packed:
-            self._place_packed(_check.cu_seqlens(cu_seqlens, "cu_seqlens", query.shape[0]), seq_lengths)
+            self._place_packed(_check.cu_seqlens(cu_seqlens, "cu_seqlens", T), seq_lengths)
         else:
             self._place(_check.lengths(seq_lengths, "seq_lengths", (B,), T))
         self.query, self.kv = (self._live(x) for x in (self.query, self.kv))

@@ -85,9 +85,9 @@ def arguments(p, **options):
     return described(turned(p, layout), **options), jnp.asarray(dout), jnp.asarray(dfinal)
 
 
-def check(p, got, layout="kv"):
-    """By the error rule, against the oracle."""
-    dout, dfinal = cotangents(p)
+def check(p, got, layout="kv", given=None):
+    """By the error rule, against the oracle, with these cotangents or those of `cotangents`."""
+    dout, dfinal = cotangents(p) if given is None else given
     found = {name: np.asarray(getattr(got, name)) for name in p.arrays()}
     if layout == "vk":
         found["initial_state"] = np.swapaxes(found["initial_state"], -1, -2)
@@ -136,13 +136,15 @@ def sized(arguments, power):
 SIZED = {
     "gates near 0": short(make(gates="slow")),
     "bounded gate at its bound": short(at_the_bound()),
+    "gates near 0, narrow": short(make(gates="slow", H=64)),
     "without the delta rule": short(dataclasses.replace(make(gates="bound"), **GLA)),
 }
 
 
-def check_sized(p, got, power):
+def check_sized(p, got, power, given=None):
     """Gradients are linear in cotangents."""
-    check(p, jax.tree.map(lambda x: jnp.ldexp(x.astype(jnp.float32), -power).astype(x.dtype), got))
+    got = jax.tree.map(lambda x: jnp.ldexp(x.astype(jnp.float32), -power).astype(x.dtype), got)
+    check(p, got, given=given)
 
 
 @pytest.mark.parametrize("power", [-90, -72, 70])
@@ -150,6 +152,15 @@ def check_sized(p, got, power):
 def test_cotangents_of_any_size(name, power, capfd):
     p = SIZED[name]
     check_sized(p, emulated(*sized(arguments(p), power), capfd), power)
+
+
+def test_a_final_states_cotangent_of_any_size(capfd):
+    """The scores of queries have no gradient then: the other square alone says that levels are needed."""
+    p = SIZED["gates near 0"]
+    dout, dfinal = cotangents(p)
+    call, *given = sized(arguments(p), -90)
+    got = emulated(call, 0 * given[0], given[1], capfd)
+    check_sized(p, got, -90, (0 * dout, dfinal))
 
 
 @pytest.mark.parametrize("power", [0, -20, -31, -90])

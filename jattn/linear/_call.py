@@ -40,9 +40,10 @@ def describe(
     *batch, T, N, D = value.shape
     batch = tuple(batch)
     if packed:
-        on_host = isinstance(cu_seqlens, np.ndarray | list | tuple)
-        cu_seqlens, given = _check.cu_seqlens(cu_seqlens, "cu_seqlens", T), cu_seqlens
-        lengths = np.diff(np.asarray(given)) if on_host else None
+        offsets = _check.cu_seqlens(cu_seqlens, "cu_seqlens", T)
+        if isinstance(cu_seqlens, np.ndarray | list | tuple):
+            lengths = np.diff(cu_seqlens)
+        cu_seqlens = offsets
         if segment_ids is not None:
             raise ValueError("segment_ids and cu_seqlens are two ways to say where sequences end; give one")
     sequences = (cu_seqlens.shape[0] - 1,) if packed else batch

@@ -26,8 +26,8 @@ from jattn.pallas.hopper.linear_tiles import _ld_shared, _offset, _st_shared, _t
 from jattn.pallas.hopper.mma import _mma, _packed, _transposed
 from jattn.pallas.hopper.ptx import SCALAR, TILE_ROWS, WGMMA, i32, integer
 
-#: The largest entry of a block's score gradients with which its pairs may take one anchor. Products that are 2^-12 of
-#: what is left of it, 2^-58 and `LEAST_BETA`, do not underflow yet.
+#: The largest entry of a block's score gradients with which its pairs may take one anchor. Beside the least of these an
+#: entry made with `LEAST_BETA` is 2^-52, times 2^-58 still 2^16 above what a float32 flushes.
 USUAL = 2.0**-32, 2.0**32
 
 
