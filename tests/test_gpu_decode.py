@@ -195,6 +195,16 @@ def test_bits_do_not_depend_on_neighbours_row_capacity_or_padding(window):
         np.testing.assert_array_equal(lse[row, :3], want[1][0], err_msg=f"{B=} {row=} {S=} {T=}")
 
 
+def test_denormal_sums_do_not_depend_on_how_many_queries_there_are():
+    """Scores that rise block by block rescale sums of tiny values, in tiles of at most 8 rows (T = 2) and of more."""
+    q, k, v = draw(2, 3, 1301, 8, 2, 128, dtype="bfloat16")
+    k = (k + np.linspace(0, 8, 1301)[:, None, None]).astype(k.dtype)
+    q, v = np.abs(q), np.ldexp(v.astype(np.float32), -125).astype(v.dtype)
+    want = attend(q, k, v, np.int32([1301, 641]))
+    assert np.any((0 < np.abs(np.float32(want[0]))) & (np.abs(np.float32(want[0])) < 2.0**-126))
+    equal(attend(q[:, :2], k, v, np.int32([1300, 640])), jax.tree.map(lambda x: x[:, :2], want))
+
+
 @pytest.mark.parametrize("graphs", ["", "FUSION,CUSTOM_CALL,WHILE"], ids=["launches", "graphs"])
 def test_a_decode_loop_is_one_program(graphs):
     """Six tokens appended and attended to in a scan, across the end of a split; replayed, and as CUDA graphs."""

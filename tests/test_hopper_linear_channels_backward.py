@@ -154,23 +154,34 @@ def test_cotangents_of_any_size(name, power, capfd):
     check_sized(p, emulated(*sized(arguments(p), power), capfd), power)
 
 
-def test_a_final_states_cotangent_of_any_size(capfd):
+def check_a_final_state(power, run):
     """The scores of queries have no gradient then: the other square alone says that levels are needed."""
     p = SIZED["gates near 0"]
     dout, dfinal = cotangents(p)
-    call, *given = sized(arguments(p), -90)
-    got = emulated(call, 0 * given[0], given[1], capfd)
-    check_sized(p, got, -90, (0 * dout, dfinal))
+    call, *given = sized(arguments(p), power)
+    check_sized(p, run(call, 0 * given[0], given[1]), power, (0 * dout, dfinal))
 
 
-@pytest.mark.parametrize("power", [0, -20, -31, -90])
-def test_the_gradient_of_a_beta_of_0_beside_others(power, capfd):
+def test_a_final_states_cotangent_of_any_size(capfd):
+    check_a_final_state(-90, lambda *call: emulated(*call, capfd))
+
+
+POWERS_OF_IDLE = [0, -20, -31, -90]
+
+
+def check_idle(power, run):
+    """All gradients, and those of a beta of 0 alone."""
     p = short(idle(make(gates="slow")))
-    got = emulated(*sized(arguments(p), power), capfd)
+    got = run(*sized(arguments(p), power))
     check_sized(p, got, power)
     mine, cts = np.asarray(jnp.ldexp(got.beta, -power))[:, ::3], cotangents(p)
     yards = [y["beta"][:, ::3] for y in baseline_linear.gradients(p, *cts)]
     compare.check("beta", mine, np.asarray(oracle_linear.backward(p, *cts)["beta"])[:, ::3], yards, p.query.dtype)
+
+
+@pytest.mark.parametrize("power", POWERS_OF_IDLE)
+def test_the_gradient_of_a_beta_of_0_beside_others(power, capfd):
+    check_idle(power, lambda *call: emulated(*call, capfd))
 
 
 def equal(x, y):
@@ -286,6 +297,18 @@ def test_cotangents_of_any_size_on_a_gpu(name, power):
     p = SIZED[name]
     call, *given = sized(arguments(p), power)
     check_sized(p, on_gpu(call.options)(call.arrays, *given), power)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("power", [-90, 70])
+def test_a_final_states_cotangent_of_any_size_on_a_gpu(power):
+    check_a_final_state(power, lambda call, *given: on_gpu(call.options)(call.arrays, *given))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("power", POWERS_OF_IDLE)
+def test_the_gradient_of_a_beta_of_0_beside_others_on_a_gpu(power):
+    check_idle(power, lambda call, *given: on_gpu(call.options)(call.arrays, *given))
 
 
 @pytest.mark.gpu
